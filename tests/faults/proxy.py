@@ -38,7 +38,7 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strike:
+class Fault:
     """A fault at the n-th message of a side, counted over all connections since it was armed."""
 
     action: Action
@@ -239,8 +239,8 @@ class Link:
     async def _pass(self, side: Side, message: bytes, writer: asyncio.StreamWriter) -> None:
         if side is Side.SERVER and message[:1] in self._proxy.swallows:
             return
-        strike = self._proxy.count(side)
-        match strike.action if strike is not None else None:
+        fault = self._proxy.count(side)
+        match fault.action if fault is not None else None:
             case Action.CUT_BEFORE:
                 self.cut()
                 return
@@ -251,9 +251,9 @@ class Link:
                 return
             case Action.SILENCE:
                 self.silence((side,))
-            case Action.DELAY if strike is not None:
+            case Action.DELAY if fault is not None:
                 await writer.drain()
-                await asyncio.sleep(strike.seconds)
+                await asyncio.sleep(fault.seconds)
             case Action.DROP_ANSWER:
                 self.drop_answer()
         if not self._gates[side].is_set():
@@ -279,8 +279,8 @@ class Proxy:
         self.swallows: frozenset[bytes] = frozenset()
         """The types of server messages that are not forwarded to the client."""
         self.links: set[Link] = set()
-        self.struck = 0
-        """How many armed strikes have happened: 0 or 1 since `arm`."""
+        self.triggered = 0
+        """How many armed faults have happened: 0 or 1 since `arm`."""
         self.dropped = 0
         """How many answers were dropped."""
         self.connections = 0
@@ -288,7 +288,7 @@ class Proxy:
         self._url = url
         self._port = port
         self._server: asyncio.Server | None = None
-        self._strike: Strike | None = None
+        self._fault: Fault | None = None
         self._counted: Counter[Side] = Counter()
         self._one_byte: set[Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -320,24 +320,24 @@ class Proxy:
         """The address of the database through this proxy."""
         return through(self._url, self.port)
 
-    def arm(self, strike: Strike | None) -> None:
+    def arm(self, fault: Fault | None) -> None:
         """Schedule one fault, or none, and reset the message counts."""
-        self._strike = strike
+        self._fault = fault
         self._counted.clear()
-        self.struck = 0
+        self.triggered = 0
 
     def counted(self, side: Side) -> int:
         """How many messages a side has sent since `arm`."""
         return self._counted[side]
 
-    def count(self, side: Side) -> Strike | None:
-        """Count a message, and return the strike if this message triggers it."""
+    def count(self, side: Side) -> Fault | None:
+        """Count a message, and return the fault if this message triggers it."""
         self._counted[side] += 1
-        strike = self._strike
-        if strike is not None and strike.side is side and self._counted[side] == strike.nth:
-            self._strike = None
-            self.struck += 1
-            return strike
+        fault = self._fault
+        if fault is not None and fault.side is side and self._counted[side] == fault.nth:
+            self._fault = None
+            self.triggered += 1
+            return fault
         return None
 
     def cut(self, links: Iterable[Link] | None = None) -> int:

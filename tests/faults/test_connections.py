@@ -13,7 +13,7 @@ from flowfabric.settings import Settings
 
 from .conftest import IS_WHOLE, Sweep
 from .operations import OPERATIONS, Operation, groups
-from .proxy import Action, Proxy, Side, Strike
+from .proxy import Action, Fault, Proxy, Side
 from .scene import Scene, Subject, error_of
 
 CUTS = (Action.CUT_BEFORE, Action.CUT_AFTER)
@@ -73,14 +73,14 @@ class Breaking:
             await self._scene.clean_up(subject)
         raise AssertionError("unreachable")
 
-    async def break_at(self, strike: Strike) -> tuple[bool, list[str]]:
+    async def break_at(self, fault: Fault) -> tuple[bool, list[str]]:
         """Break the connection of a call; return whether the call reached that message, and what is wrong."""
         subject = await self._scene.subject(lane_id="warm lane")
         await self._operation.prepare(subject)
         before = await self._scene.snapshot(subject)
-        self._proxy.arm(strike)
+        self._proxy.arm(fault)
         error = await self.call(subject)
-        has_struck = bool(self._proxy.struck)
+        was_reached = bool(self._proxy.triggered)
         self._proxy.arm(None)
         await self._proxy.settled()
         wrong = []
@@ -89,20 +89,20 @@ class Breaking:
         wrong += self._judge(error, before, await self._scene.snapshot(subject))
         wrong += await self._repeat(subject)
         await self._scene.clean_up(subject)
-        return has_struck, [f"{self._at(strike)}: {each}" for each in wrong]
+        return was_reached, [f"{self._at(fault)}: {each}" for each in wrong]
 
-    async def probe(self, strike: Strike) -> list[str]:
-        """What is wrong with other operations of the engine after a strike."""
+    async def probe(self, fault: Fault) -> list[str]:
+        """What is wrong with other operations of the engine after a fault."""
         for is_last in TRIES:
             try:
-                return [f"after {self._at(strike)}: {each}" for each in await self._scene.probe(self._engine)]
+                return [f"after {self._at(fault)}: {each}" for each in await self._scene.probe(self._engine)]
             except EngineError as error:
                 if is_last or not _is_timeout(error):
-                    return [f"after {self._at(strike)}: a later operation failed: {error!r}"]
+                    return [f"after {self._at(fault)}: a later operation failed: {error!r}"]
         raise AssertionError("unreachable")
 
-    def _at(self, strike: Strike) -> str:
-        return f"{self._operation.title}, {strike.action} message {strike.nth} of the {strike.side}"
+    def _at(self, fault: Fault) -> str:
+        return f"{self._operation.title}, {fault.action} message {fault.nth} of the {fault.side}"
 
     async def call(self, subject: Subject) -> BaseException | None:
         """Make the call; return its error."""
@@ -193,30 +193,30 @@ async def _engine(proxy: Proxy, statement_timeout_ms: int = 8_000) -> AsyncItera
 async def _broken(breaking: Breaking, sweep: Sweep, title: str, actions: tuple[Action, ...], sample: int) -> list[str]:
     """Break the connection of a call at a sample of messages or at all; return what is wrong.
 
-    Other operations are probed after every strike of a whole sweep, and after the last one of a sample.
+    Other operations are probed after every fault of a whole sweep, and after the last one of a sample.
     """
     await breaking.learn()
     cases = [
-        Strike(action=action, side=side, nth=nth, seconds=LIMIT_MS / 1000 / 4)
+        Fault(action=action, side=side, nth=nth, seconds=LIMIT_MS / 1000 / 4)
         for action in actions
         for side in Side
         for nth in range(1, breaking.messages[side] + 1)
     ]
     sampled = [cases[at] for at in sweep.sample(f"{title} {actions}", len(cases), sample)]
     wrong: list[str] = []
-    strikes = 0
+    reached = 0
     for nth, case in enumerate(sampled, 1):
-        has_struck, found = await breaking.break_at(case)
-        strikes += has_struck
+        was_reached, found = await breaking.break_at(case)
+        reached += was_reached
         wrong += found
         if sweep.is_whole or nth == len(sampled):
             wrong += await breaking.probe(case)
         if len(wrong) >= MOST_FAILURES:
             break
-    if cases and not strikes:
+    if cases and not reached:
         # A call with prepared statements may have fewer messages than were counted, but always a first one.
-        has_struck, found = await breaking.break_at(cases[0])
-        wrong += found if has_struck else [f"{title}: no strike happened", *found]
+        was_reached, found = await breaking.break_at(cases[0])
+        wrong += found if was_reached else [f"{title}: no fault happened", *found]
         wrong += await breaking.probe(cases[0])
     return wrong
 
@@ -225,11 +225,11 @@ async def _broken_beyond(breaking: Breaking) -> list[str]:
     """Cut the connection after the last counted message: a new connection prepares its statements again."""
     wrong: list[str] = []
     for side in Side:
-        nth, has_struck = breaking.messages[side] + 1, True
-        while has_struck and len(wrong) < MOST_FAILURES:
-            strike = Strike(action=Action.CUT_BEFORE, side=side, nth=nth)
-            has_struck, found = await breaking.break_at(strike)
-            wrong += [*found, *await breaking.probe(strike)]
+        nth, was_reached = breaking.messages[side] + 1, True
+        while was_reached and len(wrong) < MOST_FAILURES:
+            fault = Fault(action=Action.CUT_BEFORE, side=side, nth=nth)
+            was_reached, found = await breaking.break_at(fault)
+            wrong += [*found, *await breaking.probe(fault)]
             nth += 1
     return wrong
 

@@ -18,7 +18,7 @@ from flowfabric.reconcile.due import read_due
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.settings import Settings
 
-from .proxy import Action, Proxy, Side, Strike
+from .proxy import Action, Fault, Proxy, Side
 
 FREE_SECONDS = 0.3
 """A full scan that takes at most this long may be repeated at once: longer than a scan takes on a busy machine."""
@@ -74,7 +74,7 @@ def watermarks(engine: Engine) -> WalkWatermarks:
 
 
 def delay_the_next_answer(proxy: Proxy) -> None:
-    proxy.arm(Strike(action=Action.DELAY, side=Side.SERVER, seconds=LATE_SECONDS))
+    proxy.arm(Fault(action=Action.DELAY, side=Side.SERVER, seconds=LATE_SECONDS))
 
 
 async def test_a_late_answer_to_a_claim_does_not_delay_the_next_claim(
@@ -84,7 +84,7 @@ async def test_a_late_answer_to_a_claim_does_not_delay_the_next_claim(
     execution_id = await given.created(policy=RETRY_AT_ONCE)
     delay_the_next_answer(proxy)
     (claimed,) = await claim(polling)
-    assert proxy.struck
+    assert proxy.triggered
     assert isinstance(await engine.fail(claimed.handle, reason="no luck"), RetryScheduled)
     (again,) = await claim(polling)
     assert again.execution_id == execution_id
@@ -97,7 +97,7 @@ async def test_a_late_answer_to_a_grant_does_not_delay_the_next_grant(
     execution_id = await given.created()
     delay_the_next_answer(proxy)
     assert isinstance(await grant(polling), Granted)
-    assert proxy.struck
+    assert proxy.triggered
     await clock.advance(seconds=6)
     again = await grant(polling)
     assert isinstance(again, Granted)
@@ -170,7 +170,7 @@ async def test_a_late_answer_about_timers_does_not_delay_the_next_full_scan_of_t
     await read_due(parts_of(polling).store, [])
     delay_the_next_answer(proxy)
     await read_due(parts_of(polling).store, [])
-    assert proxy.struck
+    assert proxy.triggered
     await clock.advance(seconds=-60)
     (claimed,) = await claim(engine)
     await clock.advance(seconds=60)
@@ -214,7 +214,7 @@ async def test_the_locks_of_a_client_that_fell_silent_within_a_statement_are_rel
         await claim(silent)
         execution_id = await given.created()
         # The client sends Bind, Execute and Sync; the server receives no Sync.
-        proxy.arm(Strike(action=Action.SILENCE, side=Side.CLIENT, nth=3))
+        proxy.arm(Fault(action=Action.SILENCE, side=Side.CLIENT, nth=3))
         with pytest.raises(TransportError, match="no answer in time"):
             await claim(silent)
         assert await claim(other) == []

@@ -5,7 +5,7 @@ import asyncio
 import asyncpg
 import pytest
 
-from .proxy import Action, Messages, Proxy, Side, Strike, startup_packet, startup_parameters
+from .proxy import Action, Fault, Messages, Proxy, Side, startup_packet, startup_parameters
 
 _LOST = (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, OSError)
 
@@ -47,7 +47,7 @@ async def test_a_connection_can_be_cut_before_every_message(url: str) -> None:
             while True:
                 nth += 1
                 connection = await _connect(proxy)
-                proxy.arm(Strike(action=Action.CUT_BEFORE, side=side, nth=nth))
+                proxy.arm(Fault(action=Action.CUT_BEFORE, side=side, nth=nth))
                 try:
                     await connection.execute("insert into kept values ($1)", nth)
                 except _LOST:
@@ -97,7 +97,7 @@ async def test_a_silent_connection_stays_open_and_delivers_nothing_until_healed(
 async def test_a_delayed_message_arrives(url: str) -> None:
     async with Proxy(url) as proxy:
         connection = await _connect(proxy)
-        proxy.arm(Strike(action=Action.DELAY, side=Side.SERVER, seconds=0.1))
+        proxy.arm(Fault(action=Action.DELAY, side=Side.SERVER, seconds=0.1))
         before = asyncio.get_running_loop().time()
         assert await connection.fetchval("select 1") == 1
         assert asyncio.get_running_loop().time() - before >= 0.1
