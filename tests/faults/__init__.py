@@ -1,1 +1,1 @@
-"""Faults on purpose: cancelled calls, broken connections, and histories of processes that meet both."""
+"""Tests with injected faults: cancelled calls, broken connections, and killed processes and servers."""

@@ -1,4 +1,4 @@
-"""`python -m tests.faults --seed S --seconds N`: faults at random, and whether every promise held."""
+"""`python -m tests.faults --seed S --seconds N`: inject random faults and check every invariant."""
 
 import argparse
 import asyncio
@@ -10,13 +10,15 @@ from .run import Plan, run, table
 
 
 def main() -> int:
-    """Run, print the table, and give 1 where an invariant does not hold."""
+    """Run and print the report; return 1 if an invariant is violated."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--seconds", type=float, default=60, help="how long faults strike")
-    parser.add_argument("--no-standby", action="store_true", help="one server only, and no failover")
-    parser.add_argument("--no-small-disk", action="store_true", help="the data on the disk of the folder for files")
-    parser.add_argument("--keep", type=Path, help="a folder for the histories and the logs of the processes")
+    parser.add_argument("--seconds", type=float, default=60, help="how long faults are injected")
+    parser.add_argument("--no-standby", action="store_true", help="run one server and inject no failover")
+    parser.add_argument(
+        "--no-small-disk", action="store_true", help="keep the data in the temporary folder and inject no full disk"
+    )
+    parser.add_argument("--keep", type=Path, help="keep the histories and logs of the processes in this folder")
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
     plan = Plan(

@@ -1,4 +1,4 @@
-"""A process that works with the engine and writes down what it is told: `python -m tests.faults.actor ROLE ...`."""
+"""A process that calls the engine and records its answers: `python -m tests.faults.actor ROLE ...`."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import logging
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,14 +19,13 @@ from .history import History
 
 Answer = TypeVar("Answer")
 
-LEASE_MS = 2_000
 WORK, MANUAL = "work", "manual"
-"""The lane of the worker processes, and that of processes which claim by themselves."""
+"""The lane of the workers, and the lane of the claimers, which call the engine directly."""
 NAMESPACE = "faults"
 
 
 def settings(url: str, *, submit_patience_ms: int = 2_000) -> Settings:
-    """What every process of a run is configured with: limits and intervals fit for a run of a minute."""
+    """The settings of every process, with timeouts and intervals for a short run."""
     return Settings(
         database_url=url,
         database_pool_size=4,
@@ -40,17 +39,18 @@ def settings(url: str, *, submit_patience_ms: int = 2_000) -> Settings:
 
 
 class Actor:
-    """One process of a run: its engine, its history, and its share of chance."""
+    """One process of a run: its engine, its history and its random numbers."""
 
-    def __init__(self, url: str, history: History, seed: str) -> None:
+    def __init__(self, url: str, history: History, seed: str, lease_ms: int) -> None:
         self.url = url
         self.history = history
-        self.chance = random.Random(seed)
+        self.rng = random.Random(seed)
+        self.lease_ms = lease_ms
         self.stopping = asyncio.Event()
 
     @asynccontextmanager
     async def engine(self, **changes: int) -> AsyncIterator[Engine]:
-        """An engine, as soon as there is a server."""
+        """An engine; connecting is retried until it succeeds."""
         async with contextlib.AsyncExitStack() as stack:
             while True:
                 try:
@@ -59,55 +59,55 @@ class Actor:
                 except EngineError as error:
                     if self.stopping.is_set():
                         raise SystemExit(0) from None
-                    self.history.tell("refused", of="connect", detail=str(error))
+                    self.history.record("refused", operation="connect", detail=str(error))
                     await self.pause(0.2)
-            self.history.tell("ready")
+            self.history.record("ready")
             yield engine
 
     async def pause(self, seconds: float) -> None:
-        """Wait, but not longer than this process is wanted."""
+        """Wait for this time, or until the process is stopped."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.stopping.wait()
 
-    async def ask(
-        self, of: str, call: Coroutine[Any, Any, Answer], *, impatient: float = 0, **known: object
+    async def call(
+        self, operation: str, call: Coroutine[Any, Any, Answer], *, cancel_share: float = 0, **known: object
     ) -> Answer | None:
-        """The answer of a call; an error is written down, and so is a call that is cancelled for impatience."""
+        """The answer of a call, or None; an error is recorded, and so is one of the random cancellations."""
         task = asyncio.create_task(call)
-        if self.chance.random() < impatient:
-            await self._lose_patience(task)
+        if self.rng.random() < cancel_share:
+            await self._cancel_soon(task)
         try:
             return await task
         except EngineError as error:
             is_unknown = isinstance(error, TransportError) and error.outcome_unknown
-            what = "unknown" if is_unknown else "refused"
-            self.history.tell(what, of=of, detail=str(error), code=error.code, **known)
+            event = "unknown" if is_unknown else "refused"
+            self.history.record(event, operation=operation, detail=str(error), code=error.code, **known)
         except asyncio.CancelledError:
-            self.history.tell("unknown", of=of, detail="cancelled", **known)
+            self.history.record("unknown", operation=operation, detail="cancelled", **known)
         except Exception as error:
-            self.history.tell("surprise", of=of, detail=repr(error), **known)
+            self.history.record("unexpected error", operation=operation, detail=repr(error), **known)
         return None
 
-    async def _lose_patience(self, task: "asyncio.Task[Any]") -> None:
-        """Cancel a call after a few turns of the loop, where conversations begin, or after a few milliseconds."""
-        if self.chance.random() < 0.7:
-            for _ in range(self.chance.randrange(8)):
+    async def _cancel_soon(self, task: "asyncio.Task[Any]") -> None:
+        """Cancel a call after a few turns of the event loop, or after a few milliseconds."""
+        if self.rng.random() < 0.7:
+            for _ in range(self.rng.randrange(8)):
                 await asyncio.sleep(0)
         else:
-            await asyncio.wait((task,), timeout=self.chance.random() * 0.01)
+            await asyncio.wait((task,), timeout=self.rng.random() * 0.01)
         task.cancel()
 
-    async def repeat(self, step: Any, seconds: float) -> None:
-        """Take a step again and again, with pauses of about this length."""
+    async def repeat(self, step: Callable[[], Awaitable[None]], seconds: float) -> None:
+        """Repeat a step until the process is stopped, with pauses of about this length."""
         while not self.stopping.is_set():
             await step()
-            await self.pause(seconds * self.chance.uniform(0.2, 1.8))
+            await self.pause(seconds * self.rng.uniform(0.2, 1.8))
 
 
-async def main(role: str, url: str, folder: str, name: str, seed: str) -> None:
-    """Play a role until SIGTERM."""
-    from .attending import operate, signal_waiters
+async def main(role: str, url: str, folder: str, name: str, seed: str, lease_ms: str) -> None:
+    """Run a role until SIGTERM."""
+    from .operating import operate, signal_waiters
     from .submitting import submit
     from .working import claim_by_hand, work
 
@@ -118,7 +118,7 @@ async def main(role: str, url: str, folder: str, name: str, seed: str) -> None:
         "signaller": signal_waiters,
         "operator": operate,
     }
-    actor = Actor(url, History(Path(folder) / f"{name}.history", name), seed)
+    actor = Actor(url, History(Path(folder) / f"{name}.history", name), seed, int(lease_ms))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, actor.stopping.set)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     await roles[role](actor)
@@ -126,4 +126,4 @@ async def main(role: str, url: str, folder: str, name: str, seed: str) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
-    asyncio.run(main(*sys.argv[1:6]))
+    asyncio.run(main(*sys.argv[1:7]))

@@ -1,4 +1,4 @@
-"""A Postgres server and, where it is wanted, a synchronous standby that can take its place."""
+"""A Postgres server with an optional synchronous standby that can take over."""
 
 import asyncio
 import contextlib
@@ -38,11 +38,11 @@ _SETTINGS = {
 
 
 class ClusterError(RuntimeError):
-    """A tool of Postgres failed; the text is what it said."""
+    """A Postgres tool failed; the message is its output."""
 
 
 class Node:
-    """One server: its data, and the socket it listens on."""
+    """One server: its data folder and its socket."""
 
     def __init__(self, tools: Site, name: str, port: int, *, on_small_disk: bool) -> None:
         self.name = name
@@ -62,16 +62,16 @@ class Node:
 
     @property
     def url(self) -> str:
-        """The address of the database, past any proxy."""
+        """The address of the database without a proxy."""
         return f"postgresql://postgres@/{DATABASE}?host={quote(str(self._tools.folder), safe='/')}&port={self.port}"
 
     @property
     def maintenance_url(self) -> str:
-        """The address of the database that is always there."""
+        """The address of the database `postgres`, which always exists."""
         return self.url.replace(f"/{DATABASE}?", "/postgres?")
 
     def create(self) -> None:
-        """Make a new cluster and start it."""
+        """Create the data folder and start the server."""
         options = ["--username", "postgres", "--no-locale", "--encoding", "UTF8", "--auth", "trust"]
         options += ["--no-instructions", "--wal-segsize", "1", "--pgdata", str(self.data)]
         for name, value in {**_SETTINGS, "unix_socket_directories": str(self._tools.folder)}.items():
@@ -87,27 +87,27 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        """Start the server, after what a server before it may have left."""
+        """Start the server, with crash recovery if needed."""
         self._tool(
             "pg_ctl", "start", "-w", "-t", str(_PATIENCE_SECONDS), "-D", str(self.data),
             "-l", str(self._folder / "log"), "-o", f"-p {self.port}",
         )  # fmt: skip
 
     def stop(self, mode: str = "fast") -> None:
-        """Stop the server, if it runs."""
+        """Stop the server if it runs."""
         with contextlib.suppress(ClusterError):
             self._tool("pg_ctl", "stop", "-m", mode, "-w", "-t", str(_PATIENCE_SECONDS), "-D", str(self.data))
 
     def promote(self) -> None:
-        """Let a standby take over."""
+        """Promote this standby to primary."""
         self._tool("pg_ctl", "promote", "-w", "-t", str(_PATIENCE_SECONDS), "-D", str(self.data))
 
     def is_running(self) -> bool:
-        """Whether there is a server on the data."""
+        """Whether the server runs."""
         return self._tools.run("pg_ctl", "status", "-D", str(self.data))[0] == 0
 
     def fill_disk(self) -> int:
-        """Leave no room on the small disk; how many bytes that took."""
+        """Fill the small disk; return how many bytes were written."""
         written = 0
         with contextlib.suppress(OSError), (self._folder / "filler").open("ab", buffering=0) as filler:
             while True:
@@ -115,11 +115,11 @@ class Node:
         return written
 
     def free_disk(self) -> None:
-        """Return the room back."""
+        """Delete the file that fills the disk."""
         (self._folder / "filler").unlink(missing_ok=True)
 
     def discard(self) -> None:
-        """End the server and delete its data."""
+        """Stop the server and delete its data."""
         self.stop("immediate")
         if self.is_on_small_disk:
             subprocess.run(["umount", "--lazy", str(self._folder)], check=False, capture_output=True)
@@ -138,7 +138,7 @@ class Node:
 
 
 class Cluster:
-    """A primary, a standby that confirms every commit, and how one takes the other's place."""
+    """A primary and an optional standby that confirms every commit."""
 
     def __init__(self, *, standby: bool, small_disk: bool) -> None:
         self._home = Path(tempfile.mkdtemp(prefix="ff-faults-"))
@@ -150,45 +150,45 @@ class Cluster:
 
     @property
     def standby(self) -> Node | None:
-        """The server that would take over."""
+        """The standby, if there is one."""
         return next((node for node in self._nodes if node is not self.primary), None)
 
     @property
     def has_small_disk(self) -> bool:
-        """Whether the data is on a disk that can be filled."""
+        """Whether the data is on a small disk that can be filled."""
         return all(node.is_on_small_disk for node in self._nodes)
 
     async def start(self) -> None:
-        """Have both servers running and in step."""
+        """Start the primary, and a standby that has caught up."""
         await asyncio.to_thread(self.primary.create)
         await self.execute(f"create database {DATABASE}", url=self.primary.maintenance_url)
         if self.standby is not None:
             await self._attach(self.standby)
 
     async def failover(self) -> Node:
-        """Kill the primary, let the standby take over, and give it a standby of its own; the new primary."""
+        """Kill the primary and promote the standby; return the new primary."""
         old, new = self.primary, self.standby
         assert new is not None
         await asyncio.to_thread(old.stop, "immediate")
         await asyncio.to_thread(new.promote)
         self.primary = new
-        # Nobody confirms commits until there is a standby again.
+        # Without a standby nothing confirms commits.
         await self._set(synchronous_standby_names="")
         return new
 
     async def rebuild(self) -> None:
-        """Return the primary a standby again, after a failover."""
+        """Make the old primary a standby of the new one, after a failover."""
         assert self.standby is not None
         await asyncio.to_thread(self.standby.stop, "immediate")
         await self._attach(self.standby)
 
     async def restart(self, mode: str) -> None:
-        """Stop and start the primary."""
+        """Restart the primary."""
         await asyncio.to_thread(self.primary.stop, mode)
         await asyncio.to_thread(self.primary.start)
 
     async def heal(self) -> None:
-        """Have the primary running, with room on its disk, and writable."""
+        """Free the disks, start stopped servers, and make the primary writable."""
         for node in self._nodes:
             node.free_disk()
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -204,7 +204,7 @@ class Cluster:
                 await asyncio.sleep(0.2)
         standby = self.standby
         if standby is not None and not await asyncio.to_thread(standby.is_running):
-            # Commits wait for their standby, so nothing else can be done before it is back.
+            # Commits wait for the standby, so it must be back before anything else.
             try:
                 await asyncio.to_thread(standby.start)
             except ClusterError:
@@ -212,11 +212,11 @@ class Cluster:
                 await self._attach(standby)
 
     async def read_only(self, *, on: bool) -> None:
-        """Let new transactions be read-only, or not."""
+        """Make new transactions read-only by default, or writable."""
         await self._set(default_transaction_read_only="on" if on else "off")
 
     async def execute(self, *commands: str, url: str = "") -> None:
-        """Run commands on the primary, past any proxy."""
+        """Run commands on the primary without a proxy."""
         connection = await self.connect(url)
         try:
             for command in commands:
@@ -225,7 +225,7 @@ class Cluster:
             connection.terminate()
 
     async def connect(self, url: str = "") -> Any:
-        """A session on the primary, past any proxy."""
+        """A connection to the primary without a proxy."""
         return await asyncpg.connect(
             url or self.primary.url,
             timeout=10,
@@ -234,7 +234,7 @@ class Cluster:
         )
 
     def discard(self) -> None:
-        """End everything and delete the data."""
+        """Stop the servers and delete their data."""
         for node in self._nodes:
             node.discard()
         if self._tools.account is not None:
@@ -251,7 +251,7 @@ class Cluster:
             deadline = time.monotonic() + _PATIENCE_SECONDS
             while not await connection.fetchval(query, reached):
                 if time.monotonic() > deadline:
-                    raise ClusterError("the standby does not catch up")
+                    raise ClusterError("the standby did not catch up in time")
                 await asyncio.sleep(0.05)
         finally:
             connection.terminate()
@@ -262,6 +262,6 @@ class Cluster:
 
 
 def send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Signal a process that may have ended."""
+    """Send a signal to a process that may have exited."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(number)

@@ -1,4 +1,4 @@
-"""What processes were told, written down as they are told it: a process that is killed loses no line."""
+"""Histories: what each process was answered, written to a file at once, so that a killed process loses no record."""
 
 import json
 import os
@@ -10,10 +10,10 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a history: what happened to whom, and everything else that was said."""
+class Record:
+    """One line of a history."""
 
-    what: str
+    event: str
     at: float
     actor: str
     fields: dict[str, Any]
@@ -22,28 +22,28 @@ class Line:
         return self.fields.get(name)
 
     def __str__(self) -> str:
-        said = " ".join(f"{name}={value}" for name, value in self.fields.items())
-        return f"{self.at:.3f} {self.actor} {self.what} {said}"
+        fields = " ".join(f"{name}={value}" for name, value in self.fields.items())
+        return f"{self.at:.3f} {self.actor} {self.event} {fields}"
 
 
 class History:
-    """The history of one process; every line is one write to the end of the file."""
+    """The history of one process; every record is appended with one write."""
 
     def __init__(self, path: Path, actor: str) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._actor = actor
 
-    def tell(self, what: str, **fields: object) -> None:
-        """Write a line."""
-        line = {"what": what, "at": time.time(), "actor": f"{self._actor}/{os.getpid()}", **fields}
+    def record(self, event: str, **fields: object) -> None:
+        """Append a record."""
+        line = {"event": event, "at": time.time(), "actor": f"{self._actor}/{os.getpid()}", **fields}
         os.write(self._descriptor, json.dumps(line, default=str).encode() + b"\n")
 
 
-def read(paths: Iterable[Path]) -> list[Line]:
-    """The lines of some histories in the order of time."""
-    lines = []
+def read(paths: Iterable[Path]) -> list[Record]:
+    """The records of these histories, ordered by time."""
+    records = []
     for path in paths:
         for text in path.read_text().splitlines():
-            said = json.loads(text)
-            lines.append(Line(said.pop("what"), said.pop("at"), said.pop("actor"), said))
-    return sorted(lines, key=lambda line: line.at)
+            fields = json.loads(text)
+            records.append(Record(fields.pop("event"), fields.pop("at"), fields.pop("actor"), fields))
+    return sorted(records, key=lambda record: record.at)

@@ -1,4 +1,4 @@
-"""Every operation the engine offers: how its subject is prepared, and the call that the sweeps break."""
+"""Every operation of the engine for the fault sweeps: how its subject is prepared, and the call."""
 
 import inspect
 from collections.abc import Awaitable, Callable
@@ -8,21 +8,43 @@ from typing import Any
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureReason
-from flowfabric.model.condition import ByName, Single
 from flowfabric.model.execution import NewExecution
-from flowfabric.model.grant import Granted, ResumeGrant, ResumeToken
+from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
-from flowfabric.model.suspension import SuspendArgs, Suspended
-from flowfabric.model.waitpoint import Fresh
 
-from .scene import LEASE_MS, MINUTE, WORKER, Subject
+from .preparations import (
+    LARGE_INPUT,
+    claimed,
+    completed,
+    created,
+    delayed,
+    delayed_until,
+    due,
+    granted,
+    keyless,
+    lease_expired,
+    nothing,
+    past_deadline,
+    past_lease,
+    past_retention,
+    past_timeout,
+    past_wait_timeout,
+    reclaim_granted,
+    registered,
+    registration,
+    resumable,
+    resume_granted,
+    suspend_args,
+    suspended,
+    tagged,
+    with_waitpoint,
+)
+from .scene import LEASE_MS, MINUTE, SECRET, WORKER, Subject
 
 Prepare = Callable[[Subject], Awaitable[None]]
 Call = Callable[[Engine, Subject], Awaitable[object]]
 
-SECRET = "cd" * 32
-LARGE = {"input_payload": b"x" * 300}
-"""An input that is not on the row of its execution."""
+LARGE = {"input_payload": LARGE_INPUT}
 RAISED = FailureReason("x", error_type="ValueError", traceback="Traceback\n" * 500)
 
 
@@ -34,188 +56,24 @@ class Operation:
     variant: str = ""
     prepare: Prepare
     call: Call
-    repeats: bool = True
-    """Whether a repeat of the same call leaves what one call leaves."""
+    is_idempotent: bool = True
+    """Whether a second call leaves the same rows as one call."""
     is_read: bool = False
 
     @property
     def title(self) -> str:
-        """The operation with its variant."""
+        """The name of the operation and its variant."""
         return f"{self.name}, {self.variant}" if self.variant else self.name
 
 
-def offered() -> set[str]:
-    """The asynchronous operations of the engine."""
+def public_operations() -> set[str]:
+    """The names of the asynchronous operations of the engine."""
     return {
         name for name in dir(Engine) if not name.startswith("_") and inspect.iscoroutinefunction(getattr(Engine, name))
     }
 
 
-# How subjects are prepared, each through operations of another engine.
-
-
-async def nothing(subject: Subject) -> None:
-    """Only the lane is there."""
-
-
-async def keyless(subject: Subject) -> None:
-    """A store without a signing key, as no operation leaves it."""
-    await subject.connection.execute("delete from signing_key")
-
-
-async def created(subject: Subject, **overrides: Any) -> None:
-    """An execution that waits for a worker."""
-    await subject.engine.create_execution(**subject.new(execution_id=subject.execution_id, **overrides))
-
-
-async def claimed(subject: Subject, *, lease_ttl_ms: int = LEASE_MS, **overrides: Any) -> None:
-    """An execution that a worker has claimed."""
-    await created(subject, **overrides)
-    handle = await subject.engine.claim(lane_id=subject.lane_id, **WORKER, lease_ttl_ms=lease_ttl_ms)
-    assert handle is not None
-    assert handle.execution_id == subject.execution_id
-    subject.handle = handle
-
-
-async def put_off(subject: Subject) -> None:
-    """An execution that its worker has delayed."""
-    await claimed(subject)
-    await subject.engine.delay(subject.handle, _until(subject))
-
-
-async def tagged(subject: Subject) -> None:
-    """An execution with a tag."""
-    await created(subject, tags={"app.key": "value"})
-
-
-async def completed(subject: Subject) -> None:
-    """An execution that ended in success."""
-    await claimed(subject)
-    await subject.engine.complete(subject.handle, b"done")
-
-
-async def past_retention(subject: Subject) -> None:
-    """An ended execution that nobody needs any more, with a tag, a large input and a large result."""
-    await claimed(
-        subject,
-        policy={"stream_policy": {"retention_ttl_ms": MINUTE}},
-        tags={"app.key": "value"},
-        input_payload=LARGE["input_payload"],
-    )
-    await subject.engine.complete(subject.handle, b"x" * 1500)
-    await subject.clock.advance(ms=2 * MINUTE)
-
-
-async def due(subject: Subject) -> None:
-    """A delayed execution whose time has come."""
-    await created(subject, delay_until=await subject.clock.now() + MINUTE)
-    await subject.clock.advance(ms=MINUTE)
-
-
-async def overdue(subject: Subject) -> None:
-    """An execution whose attempt has run past its timeout."""
-    await claimed(subject, lease_ttl_ms=120 * MINUTE)
-    await subject.clock.advance(ms=60 * MINUTE)
-
-
-async def past_deadline(subject: Subject) -> None:
-    """A waiting execution past its deadline."""
-    await created(subject, execution_deadline_at=await subject.clock.now() + MINUTE)
-    await subject.clock.advance(ms=MINUTE)
-
-
-async def lapsed(subject: Subject) -> None:
-    """An execution whose lease has run out."""
-    await claimed(subject)
-    await subject.clock.advance(ms=LEASE_MS)
-
-
-async def lease_expired(subject: Subject) -> None:
-    """An execution whose lease has run out and is marked."""
-    await lapsed(subject)
-    await subject.engine.mark_lease_expired_if_due(subject.execution_id)
-
-
-async def granted(subject: Subject) -> None:
-    """An execution that is granted to the worker."""
-    await created(subject)
-    subject.grant = await subject.engine.issue_claim_grant(**subject.named, **WORKER)
-
-
-async def reclaim_granted(subject: Subject) -> None:
-    """An execution whose lost lease is granted to the worker."""
-    await lease_expired(subject)
-    grant = await subject.engine.issue_reclaim_grant(**subject.named, **WORKER)
-    assert isinstance(grant, Granted)
-    subject.grant = grant
-
-
-async def resumable(subject: Subject) -> None:
-    """An execution whose attempt may go on."""
-    await claimed(subject)
-    await subject.engine.wait_children(subject.handle)
-
-
-async def resume_granted(subject: Subject) -> None:
-    """An execution whose attempt may go on, granted to the worker."""
-    await resumable(subject)
-    subject.grant = await subject.engine.issue_claim_grant(**subject.named, **WORKER)
-
-
-async def suspended(subject: Subject, **overrides: Any) -> None:
-    """An execution that waits for the signal `ready`."""
-    await claimed(subject)
-    outcome = await subject.engine.suspend(subject.handle, suspend_args(subject, **overrides))
-    assert isinstance(outcome, Suspended)
-    subject.wait = outcome.details
-    subject.handle = outcome.handle
-
-
-async def wait_is_over(subject: Subject) -> None:
-    """A suspended execution whose timeout has come."""
-    await suspended(subject, timeout_at=await subject.clock.now() + MINUTE)
-    await subject.clock.advance(ms=MINUTE)
-
-
-async def with_waitpoint(subject: Subject) -> None:
-    """A running execution with a waitpoint made ahead."""
-    await claimed(subject)
-    subject.pending = await subject.engine.create_waitpoint(
-        subject.handle, waitpoint_key="wait", expires_in_ms=10 * MINUTE
-    )
-
-
-async def registered(subject: Subject) -> None:
-    """A live worker under the subject's name."""
-    await subject.engine.register_worker(**registration(subject))
-
-
-def registration(subject: Subject) -> dict[str, Any]:
-    """The arguments that register a worker under the subject's name."""
-    return {
-        "worker_id": "worker",
-        "worker_instance_id": subject.name,
-        "lanes": (subject.lane_id,),
-        "liveness_ttl_ms": MINUTE,
-        "namespace": "tests",
-    }
-
-
-def suspend_args(subject: Subject, **overrides: Any) -> SuspendArgs:
-    """The arguments of a suspend, the same for every repeat."""
-    return SuspendArgs(
-        **{
-            "suspension_id": subject.ids[0],
-            "waitpoints": (Fresh(waitpoint_id=subject.ids[1], waitpoint_key="wait"),),
-            "resume_condition": Single(waitpoint_key="wait", matcher=ByName("ready")),
-            "reason_code": "waiting_for_signal",
-            "idempotency_key": subject.name,
-            **overrides,
-        }
-    )
-
-
-# Calls that take more than a line.
+# Calls that take more than one line.
 
 
 def _create_many(engine: Engine, subject: Subject, **overrides: Any) -> Awaitable[object]:
@@ -223,7 +81,7 @@ def _create_many(engine: Engine, subject: Subject, **overrides: Any) -> Awaitabl
     return engine.create_many([NewExecution(**item) for item in items])
 
 
-def _create_alike(engine: Engine, subject: Subject, **overrides: Any) -> Awaitable[object]:
+def _create_without_ids(engine: Engine, subject: Subject, **overrides: Any) -> Awaitable[object]:
     return engine.create_many([NewExecution(**subject.new(**overrides)) for _ in range(3)])
 
 
@@ -258,18 +116,14 @@ def _claim(engine: Engine, subject: Subject) -> Awaitable[object]:
     return engine.claim(lane_id=subject.lane_id, **WORKER)
 
 
-def _until(subject: Subject) -> int:
-    return subject.began + 200 * MINUTE
-
-
 def _operations() -> list[Operation]:
     found: list[Operation] = []
 
-    def add(name: str, prepare: Prepare, call: Call, variant: str = "", *, repeats: bool = True) -> None:
-        found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, repeats=repeats))
+    def add(name: str, prepare: Prepare, call: Call, variant: str = "", *, is_idempotent: bool = True) -> None:
+        found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, is_idempotent=is_idempotent))
 
     # Creating.
-    add("create_execution", nothing, lambda e, s: e.create_execution(**s.new()), repeats=False)
+    add("create_execution", nothing, lambda e, s: e.create_execution(**s.new()), is_idempotent=False)
     add("create_execution", nothing, lambda e, s: e.create_execution(**s.new(idempotency_key=s.name)), "with a key")
     add(
         "create_execution",
@@ -282,7 +136,7 @@ def _operations() -> list[Operation]:
     add(
         "create_execution",
         nothing,
-        lambda e, s: e.create_execution(**s.new(execution_id=s.execution_id, delay_until=_until(s))),
+        lambda e, s: e.create_execution(**s.new(execution_id=s.execution_id, delay_until=delayed_until(s))),
         "with an id, delayed",
     )
     add(
@@ -291,14 +145,20 @@ def _operations() -> list[Operation]:
         lambda e, s: e.create_execution(**s.new(execution_id=s.execution_id, delay_ms=MINUTE)),
         "with an id, delayed by a time",
     )
-    add("create_many", nothing, _create_alike, "alike", repeats=False)
-    add("create_many", nothing, lambda e, s: _create_alike(e, s, **LARGE), "alike, large inputs", repeats=False)
+    add("create_many", nothing, _create_without_ids, "without ids", is_idempotent=False)
+    add(
+        "create_many",
+        nothing,
+        lambda e, s: _create_without_ids(e, s, **LARGE),
+        "without ids, large inputs",
+        is_idempotent=False,
+    )
     add("create_many", nothing, lambda e, s: _create_many(e, s, **LARGE), "with ids, large inputs")
     add("create_many", nothing, lambda e, s: _create_many(e, s, tags={"app.key": "value"}), "with ids and tags")
 
     # Claiming.
     add("claim", created, _claim)
-    add("claim", lease_expired, _claim, "a lost lease")
+    add("claim", lease_expired, _claim, "an expired lease")
     add("claim_many", created, lambda e, s: e.claim_many(lanes=(s.lane_id,), limit=5, **WORKER))
     add("claim_many", created, lambda e, s: e.claim_many(lanes=(s.lane_id,), limit=5, slots=0, **WORKER), "ahead")
     add("claim_many", resumable, lambda e, s: e.claim_many(lanes=(s.lane_id,), limit=5, **WORKER), "resumed")
@@ -320,68 +180,68 @@ def _operations() -> list[Operation]:
     add("reclaim_execution", reclaim_granted, lambda e, s: e.reclaim_execution(**s.named, **WORKER))
 
     # Under a lease.
-    # Every renewal is an event.
-    add("renew", claimed, lambda e, s: e.renew(s.handle), repeats=False)
-    add("renew_many", claimed, lambda e, s: e.renew_many([s.handle]), repeats=False)
-    add("renew_lease", claimed, lambda e, s: e.renew_lease(**s.fence, lease_ttl_ms=LEASE_MS), repeats=False)
+    # Every renewal writes an event.
+    add("renew", claimed, lambda e, s: e.renew(s.handle), is_idempotent=False)
+    add("renew_many", claimed, lambda e, s: e.renew_many([s.handle]), is_idempotent=False)
+    add("renew_lease", claimed, lambda e, s: e.renew_lease(**s.fence, lease_ttl_ms=LEASE_MS), is_idempotent=False)
     add("progress", claimed, lambda e, s: e.progress(s.handle, percent=50, message="half"))
     add("complete", claimed, lambda e, s: e.complete(s.handle, b"x"))
     add("complete", claimed, lambda e, s: e.complete(s.handle, b"x" * 1500), "a large result")
     add("complete_many", claimed, lambda e, s: e.complete_many([(s.handle, b"x")]))
     add("complete_execution", claimed, lambda e, s: e.complete_execution(**s.fence, payload=b"x"))
     add("fail", claimed, lambda e, s: e.fail(s.handle, reason="x"))
-    add("fail", claimed, lambda e, s: e.fail(s.handle, reason="x", classification="permanent"), "for good")
+    add("fail", claimed, lambda e, s: e.fail(s.handle, reason="x", classification="permanent"), "permanently")
     add("fail", claimed, lambda e, s: e.fail(s.handle, reason=RAISED), "with a traceback")
     add(
         "fail",
         claimed,
         lambda e, s: e.fail(s.handle, reason=RAISED, classification="permanent"),
-        "for good, with a traceback",
+        "permanently, with a traceback",
     )
     add("fail_execution", claimed, lambda e, s: e.fail_execution(**s.fence, failure_reason="x"))
-    add("delay", claimed, lambda e, s: e.delay(s.handle, _until(s)))
+    add("delay", claimed, lambda e, s: e.delay(s.handle, delayed_until(s)))
     add("wait_children", claimed, lambda e, s: e.wait_children(s.handle))
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle))
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle, was_started=False), "not started")
     add("trim", past_retention, lambda e, _: parts_of(e).retention.trim())
-    add("bring_forward", put_off, lambda e, s: parts_of(e).delays.bring_forward(s.handle))
+    add("bring_forward", delayed, lambda e, s: parts_of(e).delays.bring_forward(s.handle))
     add("cancel", claimed, lambda e, s: e.cancel(s.handle, "x"))
     add("suspend", claimed, lambda e, s: e.suspend(s.handle, suspend_args(s)))
     add("suspend_by_triple", claimed, lambda e, s: e.suspend_by_triple(**s.triple, args=suspend_args(s)))
-    # Every call makes a waitpoint of its own; one that nobody waits on expires.
+    # Every call creates another waitpoint.
     add(
         "create_waitpoint",
         claimed,
         lambda e, s: e.create_waitpoint(s.handle, waitpoint_key="wait", expires_in_ms=MINUTE),
-        repeats=False,
+        is_idempotent=False,
     )
-    found += _of_services()
+    found += _service_operations()
     found += _reads()
     return found
 
 
-def _of_services() -> list[Operation]:
+def _service_operations() -> list[Operation]:
     found: list[Operation] = []
 
-    def add(name: str, prepare: Prepare, call: Call, variant: str = "", *, repeats: bool = True) -> None:
-        found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, repeats=repeats))
+    def add(name: str, prepare: Prepare, call: Call, variant: str = "", *, is_idempotent: bool = True) -> None:
+        found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, is_idempotent=is_idempotent))
 
     add("cancel_execution", claimed, lambda e, s: e.cancel_execution(execution_id=s.execution_id, reason="x"))
     add(
         "cancel_execution",
         suspended,
         lambda e, s: e.cancel_execution(execution_id=s.execution_id, reason="x"),
-        "while it waits",
+        "while suspended",
     )
     add("promote_delayed", due, lambda e, s: e.promote_delayed(s.execution_id))
-    add("expire_execution", overdue, lambda e, s: e.expire_execution(s.execution_id, "attempt_timeout"), "timeout")
+    add("expire_execution", past_timeout, lambda e, s: e.expire_execution(s.execution_id, "attempt_timeout"), "timeout")
     add(
         "expire_execution",
         past_deadline,
         lambda e, s: e.expire_execution(s.execution_id, "execution_deadline"),
         "deadline",
     )
-    add("mark_lease_expired_if_due", lapsed, lambda e, s: e.mark_lease_expired_if_due(s.execution_id))
+    add("mark_lease_expired_if_due", past_lease, lambda e, s: e.mark_lease_expired_if_due(s.execution_id))
     add("set_execution_tag", created, lambda e, s: e.set_execution_tag(s.execution_id, "app.key", "value"))
     add(
         "set_execution_tags",
@@ -406,13 +266,13 @@ def _of_services() -> list[Operation]:
         ),
     )
     add("resume_execution", suspended, lambda e, s: e.resume_execution(execution_id=s.execution_id))
-    add("expire_suspension", wait_is_over, lambda e, s: e.expire_suspension(s.execution_id))
+    add("expire_suspension", past_wait_timeout, lambda e, s: e.expire_suspension(s.execution_id))
     add(
         "close_waitpoint",
         with_waitpoint,
         lambda e, s: e.close_waitpoint(execution_id=s.execution_id, waitpoint_id=s.pending.waitpoint_id),
     )
-    add("register_worker", nothing, lambda e, s: e.register_worker(**registration(s)), repeats=False)
+    add("register_worker", nothing, lambda e, s: e.register_worker(**registration(s)), is_idempotent=False)
     add(
         "heartbeat_worker",
         registered,
@@ -483,9 +343,13 @@ def _reads() -> list[Operation]:
 
 OPERATIONS = {operation.title: operation for operation in _operations()}
 
-_READS = [title for title, operation in OPERATIONS.items() if operation.is_read]
-GROUPS = {
-    **{title: [operation] for title, operation in OPERATIONS.items() if not operation.is_read},
-    **{f"reads {nth + 1}": [OPERATIONS[title] for title in _READS[nth::4]] for nth in range(4)},
-}
-"""What is swept on one engine: a write alone, reads together."""
+
+def groups(*, is_whole: bool) -> dict[str, list[Operation]]:
+    """The operations that one test sweeps on one engine: a single write in a whole sweep, several in a sampled one."""
+    writes = [operation for operation in OPERATIONS.values() if not operation.is_read]
+    reads = [operation for operation in OPERATIONS.values() if operation.is_read]
+    if is_whole:
+        write_groups = {operation.title: [operation] for operation in writes}
+    else:
+        write_groups = {f"writes {nth + 1}": writes[nth::6] for nth in range(6)}
+    return {**write_groups, **{f"reads {nth + 1}": reads[nth::4] for nth in range(4)}}

@@ -1,4 +1,4 @@
-"""A proxy in front of Postgres that knows where messages begin: it cuts, silences, delays, drops and refuses them."""
+"""A proxy in front of Postgres that cuts, silences or delays connections at a chosen protocol message."""
 
 import asyncio
 import contextlib
@@ -26,20 +26,20 @@ class Side(StrEnum):
 
 
 class Action(StrEnum):
-    """What happens at a message."""
+    """The fault at a message."""
 
     CUT_BEFORE = "cut before"
     CUT_AFTER = "cut after"
     SILENCE = "silence"
-    """From this message on nothing is forwarded from this side; the sockets stay open."""
+    """Forward nothing from this side from this message on; the sockets stay open."""
     DELAY = "delay"
     DROP_ANSWER = "drop the answer"
-    """From the next finished command on the client is told nothing, and is cut off once the server has committed."""
+    """Withhold the result of the next finished command, and cut the client off once the server is ready again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strike:
-    """What happens at the n-th message of a side, counted over all connections from the moment it is armed."""
+class Fault:
+    """A fault at the n-th message of a side, counted over all connections since it was armed."""
 
     action: Action
     side: Side
@@ -49,7 +49,7 @@ class Strike:
 
 @dataclass(frozen=True, kw_only=True)
 class Upstream:
-    """Where a server listens: the path of its socket, or its host and port."""
+    """The address of a server: the path of its socket, or its host and port."""
 
     path: str = ""
     host: str = ""
@@ -74,14 +74,14 @@ class Upstream:
 
 
 class Messages:
-    """Splits what one side sends into messages of the Postgres protocol."""
+    """Splits the bytes of one side into messages of the Postgres protocol."""
 
     def __init__(self, side: Side) -> None:
         self._buffer = bytearray()
         self._is_starting = side is Side.CLIENT
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The messages that are complete with this data; a startup packet is one, without a type byte."""
+        """Yield the messages that this data completes; a startup packet is a message without a type byte."""
         self._buffer += data
         while True:
             at = 0 if self._is_starting else 1
@@ -94,18 +94,18 @@ class Messages:
             del self._buffer[:length]
             if self._is_starting:
                 code = int.from_bytes(message[4:8], "big")
-                # The client asks about encryption first, and then starts as if it had not.
+                # An encryption request is followed by a startup packet.
                 self._is_starting = code in (_SSL_REQUEST, _GSS_REQUEST)
             yield message
 
 
 def is_encryption_request(message: bytes) -> bool:
-    """Whether a startup packet asks for encryption, which a server answers with one byte."""
+    """Whether a startup packet is an encryption request, which the server answers with one byte."""
     return len(message) == 8 and int.from_bytes(message[4:8], "big") in (_SSL_REQUEST, _GSS_REQUEST)
 
 
 def startup_parameters(message: bytes) -> dict[str, str]:
-    """What a client asks for with its startup packet; nothing where the packet asks to cancel a statement."""
+    """The parameters of a startup packet; empty if the packet is a cancel request."""
     if message[4:8] != _STARTUP:
         return {}
     words = message[8:-1].decode().split("\0")
@@ -113,13 +113,13 @@ def startup_parameters(message: bytes) -> dict[str, str]:
 
 
 def startup_packet(parameters: Mapping[str, str]) -> bytes:
-    """The startup packet that asks for these parameters."""
+    """A startup packet with these parameters."""
     body = _STARTUP + "".join(f"{name}\0{value}\0" for name, value in parameters.items()).encode() + b"\0"
     return (len(body) + 4).to_bytes(4, "big") + body
 
 
 class Link:
-    """One client's connection and the server's, with what happens between them."""
+    """A connection of a client, the connection to the server behind it, and the faults between them."""
 
     def __init__(
         self,
@@ -133,34 +133,34 @@ class Link:
         for gate in self._gates.values():
             gate.set()
         self.parameters: dict[str, str] | None = None
-        """What the client has asked for when it started."""
+        """The parameters of the startup packet, once it has arrived."""
         self._is_cut = False
         self._drops_answer = False
         self._tasks = [asyncio.create_task(self._pump(side)) for side in Side]
-        self._leaving: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     @property
     def is_silent(self) -> bool:
-        """Whether a side of it is not heard by the other."""
+        """Whether at least one direction is silenced."""
         return not all(gate.is_set() for gate in self._gates.values())
 
     async def run(self) -> None:
-        """Forward in both directions until either side ends."""
+        """Forward in both directions until either side closes."""
         try:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await self.end()
 
     async def end(self) -> None:
-        """Close both sides, and wait until the server has closed its own: what it was told to do is done or undone."""
+        """Close both sides and wait until the server has ended the session, and with it any open transaction."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._leaving is None:
-            self._leaving = asyncio.create_task(self._leave())
-        await asyncio.shield(self._leaving)
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
 
-    async def _leave(self) -> None:
+    async def _close(self) -> None:
         _, client = self._streams[Side.CLIENT]
         client.close()
         reader, server = self._streams[Side.SERVER]
@@ -171,7 +171,7 @@ class Link:
         server.close()
 
     def cut(self, *, reset: bool = True) -> None:
-        """End the connection; the client sees a reset, or the end of the stream after what was sent before."""
+        """Cut the connection; the client sees a reset, or without one the end of the stream."""
         self._is_cut = True
         _, client = self._streams[Side.CLIENT]
         if reset:
@@ -185,17 +185,17 @@ class Link:
             task.cancel()
 
     def silence(self, sides: Iterable[Side] = tuple(Side)) -> None:
-        """Hold back what these sides send from now on."""
+        """Hold back everything these sides send from now on."""
         for side in sides:
             self._gates[side].clear()
 
     def speak(self) -> None:
-        """Forward what was held back, and go on."""
+        """Forward everything that was held back, and continue."""
         for gate in self._gates.values():
             gate.set()
 
     def drop_answer(self) -> None:
-        """Cut the connection at the next answer of the server that ends a command, after it was carried out."""
+        """Cut the connection after the server has run the next command, and drop its result."""
         self._drops_answer = True
 
     async def _pump(self, side: Side) -> None:
@@ -228,7 +228,7 @@ class Link:
                 await writer.drain()
 
     def _start(self, message: bytes) -> bytes:
-        """The startup packet as the server gets it."""
+        """Return the startup packet to send to the server, without ignored parameters."""
         self.parameters = startup_parameters(message)
         if self._proxy.ignores.isdisjoint(self.parameters):
             return message
@@ -239,8 +239,8 @@ class Link:
     async def _pass(self, side: Side, message: bytes, writer: asyncio.StreamWriter) -> None:
         if side is Side.SERVER and message[:1] in self._proxy.swallows:
             return
-        strike = self._proxy.count(side)
-        match strike.action if strike is not None else None:
+        fault = self._proxy.count(side)
+        match fault.action if fault is not None else None:
             case Action.CUT_BEFORE:
                 self.cut()
                 return
@@ -251,9 +251,9 @@ class Link:
                 return
             case Action.SILENCE:
                 self.silence((side,))
-            case Action.DELAY if strike is not None:
+            case Action.DELAY if fault is not None:
                 await writer.drain()
-                await asyncio.sleep(strike.seconds)
+                await asyncio.sleep(fault.seconds)
             case Action.DROP_ANSWER:
                 self.drop_answer()
         if not self._gates[side].is_set():
@@ -263,32 +263,32 @@ class Link:
 
 
 class Proxy:
-    """Listens on 127.0.0.1, on a free port unless told which, and forwards to a Postgres server until told to fail."""
+    """Listens on 127.0.0.1, on a free port by default, and forwards to a Postgres server."""
 
     def __init__(self, url: str, *, port: int = 0) -> None:
         self.upstream = Upstream.of(url)
-        """Where new connections lead; another address is a failover."""
+        """The server of new connections; a test changes it to simulate a failover."""
         self.refuses = False
-        """Whether new connections are turned away."""
+        """Whether new connections are reset at once."""
         self.refusal: tuple[str, str] | None = None
-        """The SQLSTATE and the text of the error that new connections are answered with."""
+        """The SQLSTATE and message of the error sent to new connections, if any."""
         self.silences_new = False
-        """Whether new connections are silent from their start."""
+        """Whether new connections are silent from the start."""
         self.ignores: frozenset[str] = frozenset()
-        """The startup parameters of new connections that the server is not told of."""
+        """The startup parameters that are not forwarded to the server."""
         self.swallows: frozenset[bytes] = frozenset()
-        """The types of messages of the server that never arrive."""
+        """The types of server messages that are not forwarded to the client."""
         self.links: set[Link] = set()
-        self.struck = 0
-        """How often an armed strike has come to pass."""
+        self.triggered = 0
+        """How many armed faults have happened: 0 or 1 since `arm`."""
         self.dropped = 0
         """How many answers were dropped."""
         self.connections = 0
-        """How many clients have connected, those that were turned away among them."""
+        """How many clients have connected, including refused ones."""
         self._url = url
         self._port = port
         self._server: asyncio.Server | None = None
-        self._strike: Strike | None = None
+        self._fault: Fault | None = None
         self._counted: Counter[Side] = Counter()
         self._one_byte: set[Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -317,52 +317,52 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """The address of the same database through this proxy."""
+        """The address of the database through this proxy."""
         return through(self._url, self.port)
 
-    def arm(self, strike: Strike | None) -> None:
-        """Let something happen at a message from now on, once; counting begins anew."""
-        self._strike = strike
+    def arm(self, fault: Fault | None) -> None:
+        """Schedule one fault, or none, and reset the message counts."""
+        self._fault = fault
         self._counted.clear()
-        self.struck = 0
+        self.triggered = 0
 
     def counted(self, side: Side) -> int:
-        """How many messages a side has sent since a strike was armed."""
+        """How many messages a side has sent since `arm`."""
         return self._counted[side]
 
-    def count(self, side: Side) -> Strike | None:
-        """Count a message, and give the strike whose turn it is."""
+    def count(self, side: Side) -> Fault | None:
+        """Count a message, and return the fault if this message triggers it."""
         self._counted[side] += 1
-        strike = self._strike
-        if strike is not None and strike.side is side and self._counted[side] == strike.nth:
-            self._strike = None
-            self.struck += 1
-            return strike
+        fault = self._fault
+        if fault is not None and fault.side is side and self._counted[side] == fault.nth:
+            self._fault = None
+            self.triggered += 1
+            return fault
         return None
 
     def cut(self, links: Iterable[Link] | None = None) -> int:
-        """Cut connections, all of them unless told which."""
+        """Cut these connections, or all; return how many."""
         chosen = list(self.links if links is None else links)
         for link in chosen:
             link.cut()
         return len(chosen)
 
     def silence(self, links: Iterable[Link] | None = None, sides: Iterable[Side] = tuple(Side)) -> int:
-        """Let connections fall silent in these directions, all of them unless told which."""
+        """Silence these sides of these connections, or of all; return how many."""
         chosen = list(self.links if links is None else links)
         for link in chosen:
             link.silence(sides)
         return len(chosen)
 
     def heal(self) -> None:
-        """Nothing happens any more; what was silent speaks again."""
+        """Cancel all faults; silent connections deliver again."""
         self.arm(None)
         self.refuses = self.silences_new = False
         for link in self.links:
             link.speak()
 
     async def settled(self) -> None:
-        """Cut what is still silent, and wait until the server has ended every session that was cut."""
+        """Cut the connections that are still silent, and wait until the server has ended every cut session."""
         for link in list(self.links):
             if link.is_silent:
                 link.cut()
@@ -374,11 +374,11 @@ class Proxy:
                 await asyncio.wait(self._tasks, timeout=0.005)
 
     def expect_one_byte(self, link: Link) -> None:
-        """The server's next word on this connection is no message."""
+        """Expect the one-byte answer to an encryption request on this connection."""
         self._one_byte.add(link)
 
     def answers_one_byte(self, link: Link, data: bytes) -> bool:
-        """Whether this is the answer to a question about encryption."""
+        """Whether this data is the answer to an encryption request."""
         if link in self._one_byte and len(data) == 1:
             self._one_byte.discard(link)
             return True
@@ -417,7 +417,7 @@ class Proxy:
 
     @staticmethod
     async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sqlstate: str, text: str) -> None:
-        """Answer the startup packet with an error, as a server or a pooler does, and hang up."""
+        """Answer the startup packet with an error, as a server or a pooler does, and close."""
         messages = Messages(Side.CLIENT)
         is_refused = False
         with contextlib.suppress(OSError):
@@ -431,7 +431,7 @@ class Proxy:
 
 
 def through(url: str, port: int) -> str:
-    """The address of a database with a proxy on this machine in place of its server."""
+    """The address of a database through a proxy on this port of the local machine."""
     parts = urlsplit(url)
     user = quote(unquote(parts.username or "postgres"), safe="")
     password = f":{parts.password}" if parts.password else ""

@@ -1,4 +1,4 @@
-"""The proxy in a process of its own, told what to do by lines of JSON."""
+"""The proxy in a separate process, controlled by lines of JSON."""
 
 import asyncio
 import json
@@ -14,40 +14,38 @@ ROOT = Path(__file__).parents[2]
 
 
 class Control:
-    """Carries out what the parent says; its answer is the number of connections concerned."""
+    """Executes the commands of the parent process."""
 
     def __init__(self, proxy: Proxy, seed: str) -> None:
         self._proxy = proxy
-        self._chance = random.Random(seed)
+        self._random = random.Random(seed)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def do(self, command: dict[str, Any]) -> int:
-        """One command."""
+        """Execute a command; return the number of affected connections."""
         match command["do"]:
             case "cut":
-                return self._proxy.cut(self._some(command["share"]))
+                return self._proxy.cut(self._sample(command["share"]))
             case "silence":
-                links = self._some(command["share"])
+                links = self._sample(command["share"])
                 if command["seconds"] is not None:
-                    self._later(command["seconds"], links)
+                    self._speak_later(command["seconds"], links)
                 return self._proxy.silence(links, [Side(side) for side in command["sides"]])
             case "drop":
-                links = self._some(command["share"])
+                links = self._sample(command["share"])
                 for link in links:
                     link.drop_answer()
                 return len(links)
             case "refuse":
                 self._proxy.refuses = command["on"]
-            case "lead":
+            case "redirect":
                 self._proxy.upstream = Upstream.of(command["url"])
-            case "reopen":
-                self._proxy.refuses = False
         return len(self._proxy.links)
 
-    def _some(self, share: float) -> list[Link]:
-        return [link for link in self._proxy.links if self._chance.random() < share]
+    def _sample(self, share: float) -> list[Link]:
+        return [link for link in self._proxy.links if self._random.random() < share]
 
-    def _later(self, seconds: float, links: list[Link]) -> None:
+    def _speak_later(self, seconds: float, links: list[Link]) -> None:
         async def speak() -> None:
             await asyncio.sleep(seconds)
             for link in links:
@@ -59,7 +57,7 @@ class Control:
 
 
 async def serve(url: str, seed: str) -> None:
-    """Forward until the parent closes its end."""
+    """Forward until the parent closes the pipe."""
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -71,7 +69,7 @@ async def serve(url: str, seed: str) -> None:
 
 
 class ProxyProcess:
-    """The proxy as its parent sees it."""
+    """The handle of the parent on the proxy process."""
 
     def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
         self._process = process
@@ -80,23 +78,23 @@ class ProxyProcess:
 
     @classmethod
     async def start(cls, url: str, seed: str) -> "ProxyProcess":
-        """Start it in front of a server."""
+        """Start a proxy in front of a server."""
         pipe = asyncio.subprocess.PIPE
         command = (sys.executable, "-m", "tests.faults.proxy_process", url, seed)
         process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=pipe, stdout=pipe)
         assert process.stdout is not None
         return cls(process, json.loads(await process.stdout.readline()))
 
-    async def do(self, what: str, **arguments: object) -> int:
-        """Have it do something; the number of connections concerned."""
+    async def do(self, command: str, **arguments: object) -> int:
+        """Send a command; return the number of affected connections."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
+        self._process.stdin.write(json.dumps({"do": command, **arguments}).encode() + b"\n")
         async with asyncio.timeout(30):
             return int(json.loads(await self._process.stdout.readline()))
 
     async def stop(self) -> None:
-        """End it."""
+        """Stop the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -108,6 +106,6 @@ class ProxyProcess:
 
 
 if __name__ == "__main__":
-    # A client that is gone before it was answered is nothing to warn of here.
+    # Cut clients cause warnings in asyncio that are of no interest here.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     asyncio.run(serve(sys.argv[1], sys.argv[2]))

@@ -1,4 +1,4 @@
-"""A run: processes, faults, healing, and the comparison of what was told with what is stored."""
+"""A run: start processes, inject faults, heal, and compare the histories with the store."""
 
 import asyncio
 import json
@@ -19,9 +19,9 @@ from flowfabric.engine.engine import Engine
 from flowfabric.settings import Settings
 
 from .actor import settings
-from .checker import Kept, Store, Verdict, check
+from .checker import Store, StoredExecution, Verdict, check
 from .cluster import Cluster
-from .history import History, Line, read
+from .history import History, read
 from .injector import Injector
 from .processes import Processes
 from .proxy_process import ProxyProcess
@@ -46,14 +46,14 @@ select row_to_json(a)::text from (
     from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()) a
 """
 HEAL_SECONDS = 60
-"""How long everything may take to end after the last fault."""
+"""How long the open executions may take to end after the last fault."""
 ACKNOWLEDGED = ("created", "duplicate", "claimed", "completed", "failed", "cancelled", "accepted", "tagged", "rotated")
 
 _ID = "'{fp:' || e.partition_key || '}:' || e.execution_id"
 _EXECUTIONS = f"""
 select {_ID} as id, e.public_state::text as state, e.input_payload, e.result_payload as result from execution_detail e
 """
-_ENDINGS = f"select {_ID} as id, count(*) as count from event_each e where outcome between 1 and 5 group by 1"
+_END_EVENTS = f"select {_ID} as id, count(*) as count from event_each e where outcome between 1 and 5 group by 1"
 _LEASES = f"select {_ID} as id, lease_epoch, lease_id::text from event_each e where kind in ('acquired', 'reclaimed')"
 _SIGNALS = "select signal_id::text, waitpoint_id::text, coalesce(idempotency_key, '') from signal"
 _TAGS = f"select {_ID} as id, key, value from execution_tag e"
@@ -62,10 +62,14 @@ _OPEN = "select count(*) from execution where lifecycle_phase <> 'terminal'"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run consists of."""
+    """The parameters of a run."""
 
     seed: int
     seconds: float
+    """How long faults are injected; every kind is injected once even if that takes longer."""
+    pace: float = 1
+    """A factor for the duration of faults and the pauses between them."""
+    lease_ms: int = 2_000
     standby: bool = True
     small_disk: bool = True
     roles: Mapping[str, int] = field(default_factory=lambda: dict(ROLES))
@@ -73,25 +77,25 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What came of a run."""
+    """The results of a run."""
 
     plan: Plan
     faults: Mapping[str, int]
-    left_out: Mapping[str, str]
+    skipped: Mapping[str, str]
     acknowledged: Mapping[str, int]
-    unanswered: Mapping[str, int]
+    errors: Mapping[str, int]
     verdicts: Sequence[Verdict]
     healed_seconds: float
 
     @property
     def has_violations(self) -> bool:
-        """Whether an invariant does not hold."""
+        """Whether an invariant is violated."""
         return any(verdict.violations for verdict in self.verdicts)
 
 
 async def run(plan: Plan, *, keep: Path | None = None) -> Report:
-    """Strike, heal and compare; the histories and logs are kept in a folder where one is named."""
-    # Processes inherit it; a store that is not embedded starts with the first key only where it is told one.
+    """Inject faults, heal and compare; the histories and logs are kept if a folder is given."""
+    # The processes inherit the secret, which a store that is not embedded needs for its first key.
     os.environ.setdefault("FF_WAITPOINT_HMAC_SECRET", "ab" * 32)
     folder = keep or Path(tempfile.mkdtemp(prefix="ff-histories-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,30 +119,33 @@ async def _migrate(cluster: Cluster) -> None:
 async def _run_on(cluster: Cluster, plan: Plan, folder: Path) -> Report:
     history = History(folder / "runner.history", "runner")
     proxy = await ProxyProcess.start(cluster.primary.url, f"{plan.seed} proxy")
-    processes = Processes(proxy.url, folder, plan.roles, str(plan.seed), history)
+    processes = Processes(proxy.url, folder, plan.roles, str(plan.seed), plan.lease_ms, history)
     try:
         processes.start_all()
-        injector = Injector(cluster, proxy, processes, history, random.Random(f"{plan.seed} faults"))
+        rng = random.Random(f"{plan.seed} faults")
+        injector = Injector(cluster, proxy, processes, history, rng, lease_ms=plan.lease_ms, pace=plan.pace)
         await processes.ready()
-        await injector.strike(plan.seconds)
+        await injector.inject(plan.seconds)
         await injector.heal()
         healed_at = time.monotonic()
         await processes.end("submitter", "operator")
-        if not await _everything_ended(cluster, until=healed_at + HEAL_SECONDS):
-            for line in await _held_up(cluster):
-                history.tell("held up", by=line)
+        if not await _all_ended(cluster, until=healed_at + HEAL_SECONDS):
+            for line in await _stuck(cluster):
+                history.record("stuck", detail=line)
                 print(line, flush=True)
         healed_seconds = time.monotonic() - healed_at
         await processes.end()
         store = await _read(cluster)
-        lines = read(await asyncio.to_thread(lambda: sorted(folder.glob("*.history"))))
+        records = read(await asyncio.to_thread(lambda: sorted(folder.glob("*.history"))))
         return Report(
             plan=plan,
-            faults=injector.struck,
-            left_out=injector.left_out,
-            acknowledged=Counter(line.what for line in lines if line.what in ACKNOWLEDGED),
-            unanswered=Counter(f"{line.what}: {line['of']}" for line in lines if line.what in ("unknown", "refused")),
-            verdicts=check(lines, store),
+            faults=injector.injected,
+            skipped=injector.skipped,
+            acknowledged=Counter(record.event for record in records if record.event in ACKNOWLEDGED),
+            errors=Counter(
+                f"{record['operation']} {record.event}" for record in records if record.event in ("unknown", "refused")
+            ),
+            verdicts=check(records, store),
             healed_seconds=healed_seconds,
         )
     finally:
@@ -146,7 +153,7 @@ async def _run_on(cluster: Cluster, plan: Plan, folder: Path) -> Report:
         await proxy.stop()
 
 
-async def _everything_ended(cluster: Cluster, until: float) -> bool:
+async def _all_ended(cluster: Cluster, until: float) -> bool:
     while time.monotonic() < until:
         connection = await _session(cluster)
         try:
@@ -158,8 +165,8 @@ async def _everything_ended(cluster: Cluster, until: float) -> bool:
     return False
 
 
-async def _held_up(cluster: Cluster) -> list[str]:
-    """What has not ended, and every session that might be in its way."""
+async def _stuck(cluster: Cluster) -> list[str]:
+    """The open executions, and every session that may block them."""
     connection = await _session(cluster)
     try:
         return [row[0] for query in (_NOT_ENDED, _SESSIONS) for row in await connection.fetch(query)]
@@ -176,8 +183,8 @@ async def _session(cluster: Cluster) -> Any:
 async def _read(cluster: Cluster) -> Store:
     connection = await _session(cluster)
     try:
-        executions = {row["id"]: _kept(row) for row in await connection.fetch(_EXECUTIONS)}
-        endings = {row["id"]: row["count"] for row in await connection.fetch(_ENDINGS)}
+        executions = {row["id"]: _stored(row) for row in await connection.fetch(_EXECUTIONS)}
+        end_events = {row["id"]: row["count"] for row in await connection.fetch(_END_EVENTS)}
         leases = frozenset(tuple(row) for row in await connection.fetch(_LEASES))
         signals = [tuple(row) for row in await connection.fetch(_SIGNALS)]
         tags = {(row["id"], row["key"]): row["value"] for row in await connection.fetch(_TAGS)}
@@ -188,7 +195,7 @@ async def _read(cluster: Cluster) -> Store:
         found = [f"{one.execution_id} {one.problem}" for one in await engine.find_inconsistencies()]
     return Store(
         executions=executions,
-        endings=endings,
+        end_events=end_events,
         leases=leases,
         signals=signals,
         tags=tags,
@@ -197,42 +204,32 @@ async def _read(cluster: Cluster) -> Store:
     )
 
 
-def _kept(row: asyncpg.Record) -> Kept:
+def _stored(row: asyncpg.Record) -> StoredExecution:
     result = row["result"]
-    return Kept(
+    return StoredExecution(
         state=row["state"],
         payload=json.loads(row["input_payload"])["order"],
         result=None if result is None else json.loads(result),
     )
 
 
-MOST_SHOWN = 20
-MOST_LINES = 15
+MOST_VIOLATIONS = 20
+MOST_RECORDS = 15
 
 
 def table(report: Report) -> str:
-    """The report as Markdown: faults, operations, invariants, and what breaks them."""
+    """The report as Markdown: faults, operations, invariants and their violations."""
     plan = report.plan
-    rows = [
-        f"seed {plan.seed}, {plan.seconds:g} s of faults, all ended {report.healed_seconds:.1f} s after the healing"
-    ]
-    rows += ["", "| fault | struck |", "|---|---|"]
+    rows = [f"seed {plan.seed}, {plan.seconds:g} s of faults, all executions ended in {report.healed_seconds:.1f} s"]
+    rows += ["", "| fault | injected |", "|---|---|"]
     rows += [f"| {name} | {count} |" for name, count in sorted(report.faults.items())]
-    rows += [f"| {name} | left out: {why} |" for name, why in report.left_out.items()]
-    rows += ["", "| operation | acknowledged |", "|---|---|"]
-    rows += [f"| {name} | {count} |" for name, count in report.acknowledged.items()]
-    rows += [f"| answered with an error, {name} | {count} |" for name, count in sorted(report.unanswered.items())]
+    rows += [f"| {name} | skipped: {why} |" for name, why in report.skipped.items()]
+    rows += ["", "| answer | count |", "|---|---|"]
+    rows += [f"| {name} | {count} |" for name, count in (*report.acknowledged.items(), *sorted(report.errors.items()))]
     rows += ["", "| invariant | checked | violations |", "|---|---|---|"]
     rows += [f"| {one.invariant} | {one.checked} | {len(one.violations)} |" for one in report.verdicts]
     for verdict in report.verdicts:
-        for violation in verdict.violations[:MOST_SHOWN]:
-            rows += [
-                "",
-                f"VIOLATION: {verdict.invariant}: {violation.text}",
-                *map(_shown, violation.lines[-MOST_LINES:]),
-            ]
+        for violation in verdict.violations[:MOST_VIOLATIONS]:
+            rows += ["", f"VIOLATION: {verdict.invariant}: {violation.text}"]
+            rows += [f"    {record}" for record in violation.records[-MOST_RECORDS:]]
     return "\n".join(rows)
-
-
-def _shown(line: Line) -> str:
-    return f"    {line}"

@@ -1,4 +1,4 @@
-"""What the sweeps stand on: subjects of calls, their rows in a comparable form, and witnesses of everything else."""
+"""Subjects of the fault sweeps, their rows in a comparable form, and probes of an engine."""
 
 import asyncio
 import json
@@ -25,18 +25,19 @@ POLICY: dict[str, Any] = {
     "retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": MINUTE}},
     "timeout_policy": {"attempt_timeout_ms": 60 * MINUTE},
 }
+SECRET = "cd" * 32
 WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1"}
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_NUMBERED = frozenset(
+_VARYING = frozenset(
     {"event_id", "xid", "place", "sequence", "namespace_no", "lane_no", "route_no", "queue_no", "worker_no", "claim_no"}
     | {"grant_id", "partition_key", "subject_partition", "token", "token_kid", "secret"}
 )
-"""Columns whose values differ from one subject to the next."""
-_EARLIEST_MS = 10**12
-"""Numbers from here on are points in time."""
+"""Columns whose values differ between subjects."""
+_FIRST_TIMESTAMP = 10**12
+"""Integers above this are timestamps in milliseconds."""
 
-_OF_EXECUTIONS = (
+_EXECUTION_TABLES = (
     "execution_detail",
     "execution_input",
     "execution_result",
@@ -57,7 +58,7 @@ with own as materialized (
 {
     " union all ".join(
         f"select '{table}', to_jsonb(t)::text from {table} t where t.execution_id in (select execution_id from own)"
-        for table in _OF_EXECUTIONS
+        for table in _EXECUTION_TABLES
     )
 }
 union all select 'retained', to_jsonb(t)::text
@@ -72,7 +73,7 @@ union all select 'worker', to_jsonb(t)::text from worker t where t.worker_instan
 union all select 'worker_event', to_jsonb(t)::text from worker_event t where t.worker_instance_id = $3
 union all select 'signing_key', is_current || ' ' || (expires_at is null) from signing_key where kid = $4
 """
-"""Every row that a call on one subject may write."""
+"""Every row that a call on a subject may write."""
 
 _BUSY = """
 select coalesce(string_agg(state || ': ' || left(query, 80), ' | '), '') from pg_stat_activity
@@ -81,35 +82,36 @@ select coalesce(string_agg(state || ': ' || left(query, 80), ' | '), '') from pg
 
 
 class Subject:
-    """What one call is about: a lane, the time the preparation began, and what the preparation left."""
+    """The subject of one call: its lane, its ids, and what the preparation has created."""
 
     def __init__(
         self, engine: Engine, clock: Clock, connection: asyncpg.Connection, *, lane_id: str, began: int
     ) -> None:
         self.engine = engine
-        """The engine that prepares; the call itself is made on another."""
+        """The engine of the preparation; the call itself is made on another engine."""
         self.clock = clock
         self.connection = connection
         self.lane_id = lane_id
         self.began = began
+        """When the preparation began, in milliseconds."""
         self.name = uuid4().hex
-        """A name no other subject has."""
+        """A unique name."""
         self.execution_id = ExecutionId(f"{{fp:1}}:{uuid4()}")
         self.handle: Handle
         self.grant: Granted
         self.wait: SuspendDetails
         self.pending: PendingWaitpoint
         self.ids = [uuid4() for _ in range(4)]
-        """Ids that a call gives, the same when it is repeated."""
+        """Ids for the arguments of a call, the same for repeated calls."""
 
     @property
     def named(self) -> dict[str, Any]:
-        """What names the execution and its lane."""
+        """The arguments that name the execution and its lane."""
         return {"execution_id": self.execution_id, "lane_id": self.lane_id}
 
     @property
     def triple(self) -> dict[str, Any]:
-        """The lease, as a service names it."""
+        """The arguments that name the lease."""
         return {
             "execution_id": self.execution_id,
             "lease_id": self.handle.lease_id,
@@ -119,7 +121,7 @@ class Subject:
 
     @property
     def fence(self) -> dict[str, Any]:
-        """The lease and its attempt, as a service names them."""
+        """The arguments that name the lease and its attempt."""
         return {**self.triple, "attempt_index": self.handle.attempt_index}
 
     def new(self, **overrides: Any) -> dict[str, Any]:
@@ -137,25 +139,25 @@ class Subject:
 
 
 class Scene:
-    """The store of a sweep as another engine and another connection see it."""
+    """The store of a sweep, seen through another engine and another connection than those under test."""
 
-    def __init__(self, side: Engine, clock: Clock, connection: asyncpg.Connection) -> None:
-        self.side = side
+    def __init__(self, engine: Engine, clock: Clock, connection: asyncpg.Connection) -> None:
+        self.engine = engine
         self._clock = clock
         self._connection = connection
 
     async def subject(self, *, lane_id: str) -> Subject:
-        """A subject whose rows are told from all others by their lane and time."""
+        """A subject whose rows are identified by its lane and their time of creation."""
         began = await self._clock.advance(ms=1000)
-        return Subject(self.side, self._clock, self._connection, lane_id=lane_id, began=began)
+        return Subject(self.engine, self._clock, self._connection, lane_id=lane_id, began=began)
 
-    async def digest(self, subject: Subject) -> list[str]:
-        """The subject's rows, with ids left out and times counted from its beginning."""
+    async def snapshot(self, subject: Subject) -> list[str]:
+        """The rows of a subject, without ids and with times relative to its beginning."""
         rows = await self._connection.fetch(_ROWS, subject.lane_id, subject.began, subject.name, subject.name)
         return sorted(f"{table}: {_comparable(text, subject)}" for table, text in rows)
 
-    async def quiet(self) -> str:
-        """Wait until no session of an engine does anything; what one still does after that is told."""
+    async def wait_until_idle(self) -> str:
+        """Wait up to two seconds until every session of the engines is idle; return what is still running."""
         deadline = time.monotonic() + 2
         while True:
             busy: str = await self._connection.fetchval(_BUSY)
@@ -164,29 +166,31 @@ class Scene:
             await asyncio.sleep(0.002)
 
     async def inconsistencies(self) -> list[str]:
-        """What the rows say that cannot be."""
-        return [f"{one.execution_id} {one.problem}" for one in await self.side.find_inconsistencies()]
+        """The inconsistencies that the engine finds in the rows."""
+        return [f"{one.execution_id} {one.problem}" for one in await self.engine.find_inconsistencies()]
 
-    async def leave(self, subject: Subject) -> None:
-        """End what the subject has left open, so that the next one has the lane to itself."""
+    async def clean_up(self, subject: Subject) -> None:
+        """Cancel the open executions of the subject's lane, activate the lane, and restore a missing signing key."""
         query = """select '{fp:' || e.partition_key || '}:' || e.execution_id from execution e join lane using (lane_no)
                     where lane_id = $1 and lifecycle_phase <> 'terminal'"""
         for (execution_id,) in await self._connection.fetch(query, subject.lane_id):
-            await self.side.cancel_execution(execution_id=execution_id, reason="done")
+            await self.engine.cancel_execution(execution_id=execution_id, reason="clean up")
         if await self._connection.fetchval(
             "select true from lane where lane_id = $1 and state <> 'active'", subject.lane_id
         ):
-            await self.side.set_lane_state(subject.lane_id, "active")
+            await self.engine.set_lane_state(subject.lane_id, "active")
+        if not await self._connection.fetchval("select exists (select from signing_key)"):
+            await self.engine.seed_waitpoint_hmac_secret(kid=uuid4().hex, secret_hex=SECRET)
 
-    async def testify(self, engine: Engine) -> list[str]:
-        """Ten acknowledged operations on an engine, of which another connection must find every one; what it does not.
+    async def probe(self, engine: Engine) -> list[str]:
+        """Make ten calls on an engine; return those whose effect another connection does not find.
 
-        They run side by side where they can, so that every connection of the engine has its turn.
+        Independent calls run concurrently, so that every connection of the engine is used.
         """
         name = uuid4().hex
         new: dict[str, Any] = {
             "namespace": "tests",
-            "lane_id": "witness",
+            "lane_id": "probe",
             "execution_kind": "job",
             "input_payload": name.encode() * 10,
             "priority": 0,
@@ -198,12 +202,12 @@ class Scene:
         many = await engine.create_many([NewExecution(**{**new, "priority": priority}) for priority in (1, 2)])
         made = [one.execution_id for one in (first, second, *many) if isinstance(one, Created)]
         claimed = await engine.claim_many(
-            lanes=("witness",), worker_id="witness", worker_instance_id="witness-1", limit=50, lease_ttl_ms=LEASE_MS
+            lanes=("probe",), worker_id="probe", worker_instance_id="probe-1", limit=50, lease_ttl_ms=LEASE_MS
         )
         handles = {one.execution_id: one.handle for one in claimed}
-        missing = [f"{one} was created and cannot be claimed" for one in made if one not in handles]
+        missing = [f"{one} was created but cannot be claimed" for one in made if one not in handles]
         missing += [
-            f"{one.execution_id} was claimed with another input than its own"
+            f"{one.execution_id} was claimed with the input of another execution"
             for one in claimed
             if one.execution_id in made and one.input_payload != new["input_payload"]
         ]
@@ -212,7 +216,7 @@ class Scene:
         done, tagged, renewed, failed = made
         await asyncio.gather(
             engine.progress(handles[done], percent=42),
-            engine.set_execution_tag(tagged, "app.witness", name),
+            engine.set_execution_tag(tagged, "app.probe", name),
             engine.renew(handles[renewed]),
         )
         await asyncio.gather(
@@ -220,14 +224,16 @@ class Scene:
             engine.fail(handles[failed], reason=name, classification="permanent"),
             engine.cancel_execution(execution_id=tagged, reason=name),
         )
-        wrong = await self._contradicted(name, made, handles)
+        wrong = await self._missing_effects(name, made, handles)
         left = [handle for execution_id, handle in handles.items() if execution_id not in (done, tagged, failed)]
         for verdict in await engine.complete_many([(handle, b"") for handle in left]):
             if isinstance(verdict, EngineError):
-                wrong.append(f"the end of a witness: {verdict}")
+                wrong.append(f"a probe was not completed: {verdict}")
         return wrong
 
-    async def _contradicted(self, name: str, made: list[ExecutionId], handles: dict[ExecutionId, Handle]) -> list[str]:
+    async def _missing_effects(
+        self, name: str, made: list[ExecutionId], handles: dict[ExecutionId, Handle]
+    ) -> list[str]:
         done, tagged, renewed, failed = made
         query = """
             select e.execution_id, e.public_state::text as state, e.progress_pct, e.lease_id, e.failure_reason,
@@ -249,7 +255,7 @@ class Scene:
         for execution_id, values in expected.items():
             row = rows.get(execution_id[-36:])
             if row is None:
-                wrong.append(f"{execution_id} was acknowledged and is not in the store")
+                wrong.append(f"{execution_id} was acknowledged but is not in the store")
                 continue
             found = {column: row[column] for column in values}
             if found != values:
@@ -257,8 +263,8 @@ class Scene:
         return wrong
 
 
-def refusal_of(task: "asyncio.Task[object]") -> BaseException | None:
-    """The error a call ended in: raised, or the first of the verdicts that it answered."""
+def error_of(task: "asyncio.Task[object]") -> BaseException | None:
+    """The error of a call: the one it raised, or the first in the list that it returned."""
     if (raised := task.exception()) is not None:
         return raised
     answer = task.result()
@@ -270,17 +276,17 @@ def _comparable(text: str, subject: Subject) -> str:
     if not text.startswith("{"):
         return text
     row: dict[str, Any] = json.loads(text)
-    kept = {column: value for column, value in row.items() if column not in _NUMBERED}
-    return _plain(json.dumps({name: _timeless(value, subject.began) for name, value in kept.items()}), subject)
+    kept = {column: value for column, value in row.items() if column not in _VARYING}
+    return _without_ids(json.dumps({name: _relative(value, subject.began) for name, value in kept.items()}), subject)
 
 
-def _timeless(value: Any, began: int) -> Any:
-    return value - began if isinstance(value, int) and value > _EARLIEST_MS else value
+def _relative(value: Any, began: int) -> Any:
+    return value - began if isinstance(value, int) and value > _FIRST_TIMESTAMP else value
 
 
-def _plain(text: str, subject: Subject) -> str:
+def _without_ids(text: str, subject: Subject) -> str:
     text = _UUID.sub("id", text.replace(subject.name, "name").replace(subject.lane_id, "lane"))
-    # Tokens and handles.
+    # Tokens and handles are hexadecimal.
     text = re.sub(r"[0-9a-f]{40,}", "hex", text)
-    # A JSON value within a row may hold times of its own.
+    # JSON values within a row may contain times.
     return re.sub(r"\b1[0-9]{12}\b", lambda found: f"t+{int(found[0]) - subject.began}", text)

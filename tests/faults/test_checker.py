@@ -1,4 +1,4 @@
-"""The checker of histories finds every kind of lie."""
+"""The checker finds every kind of false history."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
-from .checker import Kept, Store, check
-from .history import History, Line, read
+from .checker import Store, StoredExecution, check
+from .history import History, Record, read
 
 ONE, TWO = "{fp:1}:1", "{fp:2}:2"
-KEPT = Kept(state="completed", payload={"nonce": "n1", "key": "k1"}, result={"run": "r1"})
-CANCELLED = Kept(state="cancelled", payload={"nonce": "n2"})
+COMPLETED = StoredExecution(state="completed", payload={"nonce": "n1", "key": "k1"}, result={"run": "r1"})
+CANCELLED = StoredExecution(state="cancelled", payload={"nonce": "n2"})
 
 STORE: dict[str, Any] = {
-    "executions": {ONE: KEPT, TWO: CANCELLED},
-    "endings": {ONE: 1, TWO: 1},
+    "executions": {ONE: COMPLETED, TWO: CANCELLED},
+    "end_events": {ONE: 1, TWO: 1},
     "leases": frozenset({(ONE, 1, "l1")}),
     "signals": [("s1", "w1", "go")],
     "tags": {(ONE, "app.tag"): "value"},
     "kids": frozenset({"kid"}),
 }
-TOLD: list[tuple[str, dict[str, Any]]] = [
+RECORDS: list[tuple[str, dict[str, Any]]] = [
     ("created", {"execution_id": ONE, "nonce": "n1", "key": "k1"}),
     ("duplicate", {"execution_id": ONE, "key": "k1"}),
     ("read", {"execution_id": ONE, "state": "waiting"}),
@@ -33,153 +33,174 @@ TOLD: list[tuple[str, dict[str, Any]]] = [
     ("accepted", {"execution_id": ONE, "signal_id": "s1", "waitpoint_id": "w1"}),
     ("tagged", {"execution_id": ONE, "tag": "app.tag", "value": "value"}),
     ("rotated", {"kid": "kid"}),
-    ("refused", {"of": "submit", "execution_id": "{fp:3}:3"}),
+    ("refused", {"operation": "submit", "execution_id": "{fp:3}:3"}),
     ("stopped", {"name": "worker"}),
 ]
 
 
-def lines(*more: tuple[str, dict[str, Any]]) -> list[Line]:
-    """A history in which everything is right, and what a test adds to it."""
-    return [Line(what, float(at), "actor", fields) for at, (what, fields) in enumerate([*TOLD, *more])]
+def records(*more: tuple[str, dict[str, Any]]) -> list[Record]:
+    """The records of a correct history, followed by these."""
+    return [Record(event, float(at), "actor", fields) for at, (event, fields) in enumerate([*RECORDS, *more])]
 
 
-def broken(history: list[Line], store: Store) -> dict[str, int]:
-    """The invariants that do not hold, with the number of violations."""
+def violated(history: list[Record], store: Store) -> dict[str, int]:
+    """The violated invariants, with the number of violations."""
     return {verdict.invariant: len(verdict.violations) for verdict in check(history, store) if verdict.violations}
 
 
 def stored(**changes: Any) -> Store:
-    """The right store with some of it changed."""
+    """The store of the correct history, with these changes."""
     return Store(**{**STORE, **changes})
 
 
-def test_nothing_is_found_where_everything_is_right_and_everything_is_checked() -> None:
-    verdicts = check(lines(), stored())
+def test_a_correct_history_passes_every_check() -> None:
+    verdicts = check(records(), stored())
     assert [verdict.invariant for verdict in verdicts if verdict.violations] == []
     assert [verdict.invariant for verdict in verdicts if not verdict.checked] == []
 
 
-LIES: dict[str, Callable[[], tuple[list[Line], Store]]] = {
-    "an acknowledged submission is in the store": lambda: (
-        lines(("created", {"execution_id": "{fp:9}:9", "nonce": "n9", "key": None})),
+FALSE_HISTORIES: dict[str, Callable[[], tuple[list[Record], Store]]] = {
+    "an acknowledged submission is stored": lambda: (
+        records(("created", {"execution_id": "{fp:9}:9", "nonce": "n9", "key": None})),
         stored(),
     ),
-    "what is acknowledged can be read at once": lambda: (
-        lines(("read", {"execution_id": ONE, "state": None})),
+    "an acknowledged submission can be read at once": lambda: (
+        records(("read", {"execution_id": ONE, "state": None})),
         stored(),
     ),
-    "an acknowledged completion keeps its result": lambda: (
-        lines(("completed", {"execution_id": ONE, "run": "r2"})),
+    "an acknowledged completion is stored with its result": lambda: (
+        records(("completed", {"execution_id": ONE, "run": "r2"})),
         stored(),
     ),
-    "an acknowledged cancellation or failure stays": lambda: (lines(("cancelled", {"execution_id": ONE})), stored()),
-    "acknowledged tags and keys are in the store": lambda: (lines(("rotated", {"kid": "gone"})), stored()),
-    "what is known not to be done is not done": lambda: (
-        lines(("refused", {"of": "submit", "execution_id": "{fp:4}:4"})),
+    "an acknowledged cancellation or failure is stored": lambda: (
+        records(("cancelled", {"execution_id": ONE})),
+        stored(),
+    ),
+    "acknowledged tags and signing keys are stored": lambda: (records(("rotated", {"kid": "gone"})), stored()),
+    "a refused call has no effect": lambda: (
+        records(("refused", {"operation": "submit", "execution_id": "{fp:4}:4"})),
         stored(
-            executions={**STORE["executions"], "{fp:4}:4": Kept(state="cancelled")},
-            endings={**STORE["endings"], "{fp:4}:4": 1},
+            executions={**STORE["executions"], "{fp:4}:4": StoredExecution(state="cancelled")},
+            end_events={**STORE["end_events"], "{fp:4}:4": 1},
         ),
     ),
-    "an execution has one ending": lambda: (lines(), stored(endings={ONE: 2, TWO: 1})),
+    "an execution ends once": lambda: (records(), stored(end_events={ONE: 2, TWO: 1})),
     "a lease has one run": lambda: (
-        lines(("start", {"execution_id": ONE, "lease_id": "l1", "epoch": 1, "run": "r2"})),
+        records(("start", {"execution_id": ONE, "lease_id": "l1", "epoch": 1, "run": "r2"})),
         stored(),
     ),
-    "a run has a lease that the store knows": lambda: (
-        lines(("claimed", {"execution_id": ONE, "lease_id": "l2", "epoch": 2})),
+    "the lease of a run is stored": lambda: (
+        records(("claimed", {"execution_id": ONE, "lease_id": "l2", "epoch": 2})),
         stored(),
     ),
-    "a stored result is that of a run that ended": lambda: (
-        [line for line in lines() if line.what != "end"],
+    "a stored result was returned by a run of its execution": lambda: (
+        [record for record in records() if record.event != "end"],
         stored(),
     ),
-    "a key has one execution": lambda: (lines(("duplicate", {"execution_id": TWO, "key": "k1"})), stored()),
-    "an accepted signal is recorded once": lambda: (lines(), stored(signals=[])),
-    "everything has ended after the healing": lambda: (
-        [line for line in lines() if line.what != "cancelled"],
+    "an idempotency key has one execution": lambda: (
+        records(("duplicate", {"execution_id": TWO, "key": "k1"})),
+        stored(),
+    ),
+    "an accepted signal is stored once": lambda: (records(), stored(signals=[])),
+    "every execution ends after the faults are healed": lambda: (
+        [record for record in records() if record.event != "cancelled"],
         stored(
-            executions={ONE: KEPT, TWO: Kept(state="active", payload={"nonce": "n2"})},
-            endings={ONE: 1},
+            executions={ONE: COMPLETED, TWO: StoredExecution(state="active", payload={"nonce": "n2"})},
+            end_events={ONE: 1},
         ),
     ),
-    "a process ends in time when it is told to, and not before": lambda: (
-        lines(("did not stop", {"name": "worker"})),
+    "a process exits in time after SIGTERM, and not before": lambda: (
+        records(("did not stop", {"name": "worker"})),
         stored(),
     ),
-    "a call ends in an answer or an error of the engine": lambda: (
-        lines(("surprise", {"of": "submit", "detail": "KeyError()"})),
+    "a call returns or raises an error of the engine": lambda: (
+        records(("unexpected error", {"operation": "submit", "detail": "KeyError()"})),
         stored(),
     ),
-    "the rows are consistent": lambda: (lines(), stored(inconsistencies=[f"{ONE} lease_epoch: is lower"])),
+    "the rows are consistent": lambda: (records(), stored(inconsistencies=[f"{ONE} lease_epoch: is lower"])),
 }
 
 
-@pytest.mark.parametrize("invariant", LIES)
-def test_a_history_that_breaks_an_invariant_breaks_that_one(invariant: str) -> None:
-    assert broken(*LIES[invariant]()) == {invariant: 1}
+@pytest.mark.parametrize("invariant", FALSE_HISTORIES)
+def test_a_false_history_violates_exactly_its_invariant(invariant: str) -> None:
+    assert violated(*FALSE_HISTORIES[invariant]()) == {invariant: 1}
 
 
-def test_every_invariant_has_a_history_that_breaks_it() -> None:
-    assert LIES.keys() == {verdict.invariant for verdict in check([], Store(executions={}))}
+def test_every_invariant_has_a_false_history() -> None:
+    assert FALSE_HISTORIES.keys() == {verdict.invariant for verdict in check([], Store(executions={}))}
 
 
 @pytest.mark.parametrize(
     ("more", "changes", "invariant"),
     [
-        ([], {"executions": {ONE: Kept(state="completed", result={"run": "r1"}), TWO: CANCELLED}}, "submission is in"),
-        ([], {"executions": {ONE: KEPT, TWO: Kept(state="failed", payload={"nonce": "n2"})}}, "failure stays"),
-        ([], {"endings": {ONE: 1, TWO: 0}}, "one ending"),
-        ([], {"tags": {(ONE, "app.tag"): "other"}}, "tags and keys"),
+        (
+            [],
+            {"executions": {ONE: StoredExecution(state="completed", result={"run": "r1"}), TWO: CANCELLED}},
+            "submission is stored",
+        ),
+        (
+            [],
+            {"executions": {ONE: COMPLETED, TWO: StoredExecution(state="failed", payload={"nonce": "n2"})}},
+            "failure is stored",
+        ),
+        ([], {"end_events": {ONE: 1, TWO: 0}}, "ends once"),
+        ([], {"tags": {(ONE, "app.tag"): "other"}}, "tags and signing keys"),
         ([("start", {"execution_id": ONE, "lease_id": "l3", "epoch": 1, "run": "r3"})], {}, "one run"),
-        ([("stopped", {"name": "worker", "code": 1})], {}, "ends in time"),
-        ([("died", {"name": "worker", "code": 0})], {}, "ends in time"),
-        ([], {"signals": [("s1", "w1", "go"), ("s2", "w1", "go")]}, "signal is recorded once"),
-        ([], {"executions": {ONE: KEPT, TWO: CANCELLED, "{fp:5}:5": KEPT}}, "key has one execution"),
+        ([("stopped", {"name": "worker", "code": 1})], {}, "exits in time"),
+        ([("died", {"name": "worker", "code": 0})], {}, "exits in time"),
+        ([], {"signals": [("s1", "w1", "go"), ("s2", "w1", "go")]}, "signal is stored once"),
+        ([], {"executions": {ONE: COMPLETED, TWO: CANCELLED, "{fp:5}:5": COMPLETED}}, "key has one execution"),
         (
-            [("refused", {"of": "tag", "execution_id": ONE, "tag": "app.no"})],
+            [("refused", {"operation": "tag", "execution_id": ONE, "tag": "app.no"})],
             {"tags": {**STORE["tags"], (ONE, "app.no"): "value"}},
-            "known not to be done",
+            "refused call has no effect",
         ),
         (
-            [("refused", {"of": "rotate", "kid": "no"})],
+            [("refused", {"operation": "rotate", "kid": "no"})],
             {"kids": frozenset({"kid", "no"})},
-            "known not to be done",
+            "refused call has no effect",
         ),
         (
-            [("refused", {"of": "complete", "execution_id": TWO, "run": "r2"})],
-            {"executions": {ONE: KEPT, TWO: Kept(state="completed", payload={"nonce": "n2"}, result={"run": "r2"})}},
-            "known not to be done",
+            [("refused", {"operation": "complete", "execution_id": TWO, "run": "r2"})],
+            {
+                "executions": {
+                    ONE: COMPLETED,
+                    TWO: StoredExecution(state="completed", payload={"nonce": "n2"}, result={"run": "r2"}),
+                }
+            },
+            "refused call has no effect",
         ),
     ],
 )
-def test_other_ways_to_break_an_invariant_are_found(
+def test_other_violations_of_an_invariant_are_found(
     more: list[tuple[str, dict[str, Any]]], changes: dict[str, Any], invariant: str
 ) -> None:
-    assert any(invariant in name for name in broken(lines(*more), stored(**changes)))
+    assert any(invariant in name for name in violated(records(*more), stored(**changes)))
 
 
 @pytest.mark.parametrize(
-    "other", [("unknown", {"of": "complete", "run": "r1"}), ("completed", {"execution_id": ONE, "run": "r1"})]
+    "other", [("unknown", {"operation": "complete", "run": "r1"}), ("completed", {"execution_id": ONE, "run": "r1"})]
 )
-def test_what_was_refused_once_may_be_done_by_another_try(other: tuple[str, dict[str, Any]]) -> None:
-    tries = [("refused", {"of": "complete", "execution_id": ONE, "run": "r1"}), other]
-    told = [line for line in lines() if line.what != "completed"] + lines(*tries)[len(TOLD) :]
-    assert broken(told, stored()) == {}
+def test_a_refused_call_may_succeed_in_another_try(other: tuple[str, dict[str, Any]]) -> None:
+    tries = [("refused", {"operation": "complete", "execution_id": ONE, "run": "r1"}), other]
+    found = [record for record in records() if record.event != "completed"] + records(*tries)[len(RECORDS) :]
+    assert violated(found, stored()) == {}
 
 
-def test_a_violation_shows_the_lines_of_its_execution() -> None:
-    (violation,) = [one for verdict in check(lines(), stored(endings={ONE: 2, TWO: 1})) for one in verdict.violations]
-    assert {line.what for line in violation.lines} >= {"created", "start", "end", "completed"}
-    assert "completed" in str(violation.lines[-1]) or "tagged" in str(violation.lines[-1])
+def test_a_violation_shows_the_records_of_its_execution() -> None:
+    (violation,) = [
+        one for verdict in check(records(), stored(end_events={ONE: 2, TWO: 1})) for one in verdict.violations
+    ]
+    assert {record.event for record in violation.records} >= {"created", "start", "end", "completed"}
+    assert "completed" in str(violation.records[-1]) or "tagged" in str(violation.records[-1])
 
 
-def test_histories_are_read_in_the_order_of_time(tmp_path: Path) -> None:
+def test_histories_are_read_ordered_by_time(tmp_path: Path) -> None:
     first, second = History(tmp_path / "a", "first"), History(tmp_path / "b", "second")
-    first.tell("created", execution_id=ONE, key=None)
-    second.tell("start", execution_id=ONE)
-    first.tell("read", execution_id=ONE)
-    told = read(tmp_path.iterdir())
-    assert [line.what for line in told] == ["created", "start", "read"]
-    assert told[1].actor.startswith("second/")
-    assert told[0]["key"] is None
+    first.record("created", execution_id=ONE, key=None)
+    second.record("start", execution_id=ONE)
+    first.record("read", execution_id=ONE)
+    found = read(tmp_path.iterdir())
+    assert [record.event for record in found] == ["created", "start", "read"]
+    assert found[1].actor.startswith("second/")
+    assert found[0]["key"] is None

@@ -1,4 +1,4 @@
-"""Work is taken up in time, however long the answers of earlier claims took to arrive."""
+"""Work is found in time even if the answers to earlier claims arrived late."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -7,6 +7,7 @@ import asyncpg
 import pytest
 
 from fixtures import Clock, Engines, Eventually, Given, Rows
+from flowfabric.db import session
 from flowfabric.engine.core.watermark import ScanWatermarks, TimerWatermark
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -17,19 +18,19 @@ from flowfabric.reconcile.due import read_due
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.settings import Settings
 
-from .proxy import Action, Proxy, Side, Strike
+from .proxy import Action, Fault, Proxy, Side
 
-FREE = 0.3
-"""How long a walk of these tests may take and be repeated at once: longer than one takes on a busy machine."""
-SLOW = FREE + 0.1
-"""How long an answer takes to arrive: a walk that took so long would be too expensive to repeat at once."""
+FREE_SECONDS = 0.3
+"""A full scan that takes at most this long may be repeated at once: longer than a scan takes on a busy machine."""
+LATE_SECONDS = FREE_SECONDS + 0.1
+"""How late an answer arrives: a scan that took this long on the server would not be repeated at once."""
 LANE = "default"
-Take = Callable[[Engine], Awaitable[object]]
+Claim = Callable[[Engine], Awaitable[object]]
 
 
 @pytest.fixture(autouse=True)
-def _scans_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", FREE)
+def _scans_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", FREE_SECONDS)
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ async def listening(proxy: Proxy) -> AsyncIterator[Engine]:
         yield engine
 
 
-AGAIN_AT_ONCE = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 0}}}
+RETRY_AT_ONCE = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 0}}}
 
 
 async def claim(engine: Engine) -> list[ClaimedExecution]:
@@ -67,36 +68,36 @@ async def grant(engine: Engine) -> Granted | NoWork:
 
 
 def watermarks(engine: Engine) -> ScanWatermarks:
-    """The watermarks of the one kind of claim that an engine has made."""
-    (of_claims,) = parts_of(engine).wakeups.watermarks._by_route.values()
-    return of_claims
+    """The watermarks of an engine that has made one kind of claim."""
+    (found,) = parts_of(engine).wakeups.watermarks._by_route.values()
+    return found
 
 
 def delay_the_next_answer(proxy: Proxy) -> None:
-    proxy.arm(Strike(action=Action.DELAY, side=Side.SERVER, seconds=SLOW))
+    proxy.arm(Fault(action=Action.DELAY, side=Side.SERVER, seconds=LATE_SECONDS))
 
 
-async def test_a_claim_whose_answer_arrived_late_does_not_make_the_next_one_late(
+async def test_a_late_answer_to_a_claim_does_not_delay_the_next_claim(
     polling: Engine, engine: Engine, given: Given, proxy: Proxy
 ) -> None:
     assert await claim(polling) == []
-    execution_id = await given.created(policy=AGAIN_AT_ONCE)
+    execution_id = await given.created(policy=RETRY_AT_ONCE)
     delay_the_next_answer(proxy)
     (claimed,) = await claim(polling)
-    assert proxy.struck
+    assert proxy.triggered
     assert isinstance(await engine.fail(claimed.handle, reason="no luck"), RetryScheduled)
     (again,) = await claim(polling)
     assert again.execution_id == execution_id
 
 
-async def test_a_grant_whose_answer_arrived_late_does_not_make_the_next_one_late(
+async def test_a_late_answer_to_a_grant_does_not_delay_the_next_grant(
     polling: Engine, given: Given, proxy: Proxy, clock: Clock
 ) -> None:
     assert await grant(polling) == NoWork()
     execution_id = await given.created()
     delay_the_next_answer(proxy)
     assert isinstance(await grant(polling), Granted)
-    assert proxy.struck
+    assert proxy.triggered
     await clock.advance(seconds=6)
     again = await grant(polling)
     assert isinstance(again, Granted)
@@ -104,23 +105,35 @@ async def test_a_grant_whose_answer_arrived_late_does_not_make_the_next_one_late
 
 
 @pytest.mark.parametrize("take", [claim, grant])
-async def test_a_walk_that_was_slow_on_the_server_is_not_repeated_at_once(
-    engines: Engines, engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection, take: Take
+async def test_a_full_scan_that_was_slow_on_the_server_is_not_repeated_at_once(
+    engines: Engines,
+    engine: Engine,
+    given: Given,
+    clock: Clock,
+    connection: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    take: Claim,
 ) -> None:
-    # The walk reads the clock where it meets a grant.
+    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", 0.05)
+    # A scan reads the clock if it finds a grant.
     await given.created()
     await grant(engine)
     await clock.advance(seconds=6)
-    await connection.execute(
-        f"""alter function ff_now() rename to ff_time;
-            create function ff_now() returns bigint language sql as $$ select ff_time() from pg_sleep({SLOW}) $$"""
-    )
+    # Only the scan is slow: the engine has connected before, and the function that it calls is replaced.
+    await connection.execute("alter function ff_now() rename to ff_time")
+    await connection.execute(_slow_clock(seconds=0))
     other = await engines()
+    await connection.execute(_slow_clock(seconds=0.1))
     await take(other)
     assert not watermarks(other).may_scan_all
 
 
-async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
+def _slow_clock(*, seconds: float) -> str:
+    return f"""create or replace function ff_now() returns bigint language sql
+               as $$ select ff_time() from pg_sleep({seconds}) $$"""
+
+
+async def test_after_a_gap_in_the_hints_the_queues_are_scanned_in_full(
     listening: Engine,
     engine: Engine,
     given: Given,
@@ -128,36 +141,36 @@ async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
     eventually: Eventually,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Long enough that the marks do not end by themselves meanwhile.
+    # The watermarks do not expire during the test.
     monkeypatch.setattr(ScanWatermarks, "LONGEST_SECONDS", 600.0)
-    execution_id = await given.created(policy=AGAIN_AT_ONCE)
+    execution_id = await given.created(policy=RETRY_AT_ONCE)
     await parts_of(listening).wakeups.hints.listen()
     (claimed,) = await claim(listening)
-    marks = watermarks(listening)
-    # As behind a long transaction, where the marks last longest.
-    marks.record_full_scan(60)
+    found = watermarks(listening)
+    # As after a scan over the dead rows of a long transaction.
+    found.record_full_scan(60)
     proxy.refuses = True
     proxy.cut()
     await eventually(lambda: not parts_of(listening).wakeups.hints.is_listening)
     assert isinstance(await engine.fail(claimed.handle, reason="no luck"), RetryScheduled)
     proxy.refuses = False
     await eventually(lambda: parts_of(listening).wakeups.hints.is_listening)
-    assert not marks.may_scan_all
+    assert not found.may_scan_all
     (again,) = await claim(listening)
     assert again.execution_id == execution_id
 
 
-async def test_a_look_whose_answer_arrived_late_does_not_put_off_the_next_whole_one(
+async def test_a_late_answer_about_timers_does_not_delay_the_next_full_scan_of_them(
     polling: Engine, engine: Engine, given: Given, rows: Rows, proxy: Proxy, clock: Clock
 ) -> None:
-    """A lease that is committed late ends before the time up to which timers were seen."""
+    """The timer of a lease that commits late is below the watermark, and only a full scan finds it."""
     seconds = 1000.0
     parts_of(polling).lifecycle.store.due_watermark._clock = lambda: seconds
     await given.created()
     await read_due(parts_of(polling).store, [])
     delay_the_next_answer(proxy)
     await read_due(parts_of(polling).store, [])
-    assert proxy.struck
+    assert proxy.triggered
     await clock.advance(seconds=-60)
     (claimed,) = await claim(engine)
     await clock.advance(seconds=60)
@@ -167,7 +180,7 @@ async def test_a_look_whose_answer_arrived_late_does_not_put_off_the_next_whole_
     assert (await rows.execution(claimed.execution_id))["ownership_state"] == "lease_expired_reclaimable"
 
 
-async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
+async def test_a_full_scan_of_timers_that_timed_out_is_not_repeated_at_once(
     url: str, connection: asyncpg.Connection
 ) -> None:
     settings = Settings(database_url=url, statement_timeout_ms=200)
@@ -178,10 +191,8 @@ async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
         await read_due(parts_of(engine).store, [])
         seconds += TimerWatermark.LONGEST_SECONDS
         assert due.scan_start() == 0
-        await connection.execute(
-            """alter function ff_now() rename to ff_time;
-               create function ff_now() returns bigint language sql as $$ select ff_time() from pg_sleep(60) $$"""
-        )
+        await connection.execute("alter function ff_now() rename to ff_time")
+        await connection.execute(_slow_clock(seconds=60))
         with pytest.raises(TransportError, match="statement timeout"):
             await read_due(parts_of(engine).store, [])
         assert due.scan_start() == due.since > 0
@@ -189,10 +200,11 @@ async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
         assert due.scan_start() == 0
 
 
-async def test_what_a_client_has_locked_that_fell_silent_in_a_statement_is_freed(
-    url: str, given: Given, proxy: Proxy, eventually: Eventually
+async def test_the_locks_of_a_client_that_fell_silent_within_a_statement_are_released(
+    url: str, given: Given, proxy: Proxy, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statement was executed and its end never arrives, over a proxy that keeps the server's side open."""
+    """The server has run the statement and waits for the rest of the messages; the proxy keeps its socket open."""
+    monkeypatch.setattr(session, "ANSWER_SECONDS", 0.2)
     limits: dict[str, Any] = {"statement_timeout_ms": 300, "listen": False}
     async with (
         Engine.connect(settings=Settings(database_url=proxy.url, **limits)) as silent,
@@ -201,8 +213,8 @@ async def test_what_a_client_has_locked_that_fell_silent_in_a_statement_is_freed
         await given.created()
         await claim(silent)
         execution_id = await given.created()
-        # Bind, Execute and Sync: the last one is lost, and all that follows.
-        proxy.arm(Strike(action=Action.SILENCE, side=Side.CLIENT, nth=3))
+        # The client sends Bind, Execute and Sync; the server receives no Sync.
+        proxy.arm(Fault(action=Action.SILENCE, side=Side.CLIENT, nth=3))
         with pytest.raises(TransportError, match="no answer in time"):
             await claim(silent)
         assert await claim(other) == []

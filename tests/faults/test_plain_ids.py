@@ -1,4 +1,4 @@
-"""Whatever takes an execution id takes its plain form, does the same by it, and answers with the canonical one."""
+"""Every operation accepts the plain form of an execution id, and returns the canonical form."""
 
 import base64
 import re
@@ -14,14 +14,15 @@ from flowfabric.model.ids import ExecutionId, LaneId, plain_id
 from flowfabric.model.lease import ExpiredLeaseCursor
 from flowfabric.worker.callback import SignalFields, verify_and_deliver
 
-from .operations import OPERATIONS, Operation, resume_granted, suspended
+from .operations import OPERATIONS, Operation
+from .preparations import resume_granted, suspended
 from .scene import LEASE_MS, WORKER, Scene
 
 _PLAIN = re.compile(r"fp[0-9]+-")
 
 
-async def rows_of(scene: Scene, engine: Engine, operation: Operation, *, is_plain: bool) -> tuple[object, list[str]]:
-    """What an operation answers and leaves when it is called with either form of the id of its subject."""
+async def call(scene: Scene, engine: Engine, operation: Operation, *, is_plain: bool) -> tuple[object, list[str]]:
+    """Call an operation with the plain or the canonical id of its subject; return its answer and the rows it leaves."""
     subject = await scene.subject(lane_id="plain" if is_plain else "canonical")
     await operation.prepare(subject)
     canonical = subject.execution_id
@@ -29,27 +30,25 @@ async def rows_of(scene: Scene, engine: Engine, operation: Operation, *, is_plai
         subject.execution_id = ExecutionId(plain_id(canonical))
     answer = await operation.call(engine, subject)
     subject.execution_id = canonical
-    rows = await scene.digest(subject)
-    await scene.leave(subject)
+    rows = await scene.snapshot(subject)
+    await scene.clean_up(subject)
     return answer, rows
 
 
-@pytest.mark.parametrize("title", OPERATIONS)
-async def test_an_operation_does_the_same_by_the_plain_form_of_an_id(
-    scene: Scene, engines: Engines, title: str
+async def test_an_operation_does_the_same_with_the_plain_form_of_an_id(
+    scene: Scene, engines: Engines, subtests: pytest.Subtests
 ) -> None:
-    operation = OPERATIONS[title]
-    # One that ends an engine or empties the store of keys is the last on its engine.
-    answer, rows = await rows_of(scene, await engines(), operation, is_plain=False)
-    plain_answer, plain_rows = await rows_of(scene, await engines(), operation, is_plain=True)
-    assert type(plain_answer) is type(answer)
-    assert plain_rows == rows
-    assert not _PLAIN.search(repr(plain_answer))
+    engine, other = await engines(), await engines()
+    for title, operation in OPERATIONS.items():
+        with subtests.test(title):
+            answer, rows = await call(scene, engine, operation, is_plain=False)
+            plain_answer, plain_rows = await call(scene, other, operation, is_plain=True)
+            assert type(plain_answer) is type(answer)
+            assert plain_rows == rows
+            assert not _PLAIN.search(repr(plain_answer))
 
 
-async def test_a_handle_whose_stored_bytes_hold_the_plain_form_is_read_with_the_canonical_one(
-    scene: Scene, engines: Engines
-) -> None:
+async def test_a_stored_handle_with_a_plain_id_is_read_with_the_canonical_id(scene: Scene, engines: Engines) -> None:
     engine: Engine = await engines()
     subject = await scene.subject(lane_id="plain")
     await OPERATIONS["complete"].prepare(subject)
@@ -59,7 +58,7 @@ async def test_a_handle_whose_stored_bytes_hold_the_plain_form_is_read_with_the_
     await engine.complete(type(handle).from_json(stored), b"x")
 
 
-async def test_a_resume_grant_may_name_its_execution_in_the_plain_form(scene: Scene, engines: Engines) -> None:
+async def test_a_resume_grant_may_contain_a_plain_id(scene: Scene, engines: Engines) -> None:
     engine: Engine = await engines()
     subject = await scene.subject(lane_id="plain")
     await resume_granted(subject)
@@ -76,7 +75,7 @@ async def test_a_resume_grant_may_name_its_execution_in_the_plain_form(scene: Sc
     assert claimed.execution_id == subject.execution_id
 
 
-async def test_a_page_may_follow_the_plain_form_of_an_id(scene: Scene, engines: Engines) -> None:
+async def test_a_page_of_expired_leases_may_follow_a_plain_id(scene: Scene, engines: Engines) -> None:
     engine: Engine = await engines()
     for _ in range(3):
         await OPERATIONS["mark_lease_expired_if_due"].prepare(await scene.subject(lane_id="plain"))
@@ -87,20 +86,20 @@ async def test_a_page_may_follow_the_plain_form_of_an_id(scene: Scene, engines: 
     assert (await engine.list_expired_leases(after=plain)).entries == whole[1:]
 
 
-async def test_a_list_cursor_that_holds_the_plain_form_leads_to_the_same_page(scene: Scene, engines: Engines) -> None:
+async def test_a_list_cursor_with_a_plain_id_leads_to_the_same_page(scene: Scene, engines: Engines) -> None:
     engine: Engine = await engines()
     for _ in range(3):
         await OPERATIONS["list_suspended"].prepare(await scene.subject(lane_id="plain"))
     whole = (await engine.list_suspended()).entries
     first = await engine.list_suspended(limit=1)
     (entry,) = first.entries
-    # No page gives such a cursor; it stands for one that somebody has put together.
+    # No operation returns such a cursor, but a user may build one.
     made = msgspec.json.encode((entry.suspended_at_ms, plain_id(entry.execution_id)))
     cursor = base64.urlsafe_b64encode(made).decode().rstrip("=")
     assert (await engine.list_suspended(cursor=cursor)).entries == whole[1:]
 
 
-async def test_a_run_is_found_by_the_plain_form_of_its_id(url: str) -> None:
+async def test_a_run_is_found_by_its_plain_id(url: str) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -113,7 +112,7 @@ async def test_a_run_is_found_by_the_plain_form_of_its_id(url: str) -> None:
         assert (found.id, await found.result(timeout=60)) == (submitted.id, "done")
 
 
-async def test_a_callback_may_name_its_execution_in_the_plain_form(scene: Scene, engines: Engines) -> None:
+async def test_a_callback_may_contain_a_plain_id(scene: Scene, engines: Engines) -> None:
     engine: Engine = await engines()
     subject = await scene.subject(lane_id="plain")
     await suspended(subject)

@@ -1,11 +1,11 @@
-"""The proxy of these tests: it forwards whole messages, and fails exactly where it is told to."""
+"""The fault proxy forwards whole messages and fails exactly at the chosen one."""
 
 import asyncio
 
 import asyncpg
 import pytest
 
-from .proxy import Action, Messages, Proxy, Side, Strike, startup_packet, startup_parameters
+from .proxy import Action, Fault, Messages, Proxy, Side, startup_packet, startup_parameters
 
 _LOST = (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, OSError)
 
@@ -18,7 +18,7 @@ def _message(kind: bytes, body: bytes) -> bytes:
     return kind + (len(body) + 4).to_bytes(4, "big") + body
 
 
-def test_messages_are_found_however_they_arrive() -> None:
+def test_a_stream_is_split_into_messages_regardless_of_packet_size() -> None:
     startup = _message(b"", b"\x00\x03\x00\x00user\x00me\x00\x00")
     sent = [startup, _message(b"Q", b"select 1\x00"), _message(b"S", b""), _message(b"X", b"")]
     for size in (1, 3, 1000):
@@ -27,7 +27,7 @@ def test_messages_are_found_however_they_arrive() -> None:
         assert [message for piece in pieces for message in messages.feed(piece)] == sent
 
 
-async def test_it_forwards_and_counts(url: str) -> None:
+async def test_messages_are_forwarded_and_counted(url: str) -> None:
     async with Proxy(url) as proxy:
         connection = await _connect(proxy)
         proxy.arm(None)
@@ -37,8 +37,8 @@ async def test_it_forwards_and_counts(url: str) -> None:
         await connection.close()
 
 
-async def test_every_message_can_be_the_last(url: str) -> None:
-    """Before the message that commits nothing is stored; where the answer alone is lost, the row is there."""
+async def test_a_connection_can_be_cut_before_every_message(url: str) -> None:
+    """A cut before the message that commits leaves no row; a cut before the answer leaves the row."""
     async with Proxy(url) as proxy:
         direct = await asyncpg.connect(url)
         await direct.execute("create table kept (n integer)")
@@ -47,7 +47,7 @@ async def test_every_message_can_be_the_last(url: str) -> None:
             while True:
                 nth += 1
                 connection = await _connect(proxy)
-                proxy.arm(Strike(action=Action.CUT_BEFORE, side=side, nth=nth))
+                proxy.arm(Fault(action=Action.CUT_BEFORE, side=side, nth=nth))
                 try:
                     await connection.execute("insert into kept values ($1)", nth)
                 except _LOST:
@@ -57,14 +57,14 @@ async def test_every_message_can_be_the_last(url: str) -> None:
                 finally:
                     connection.terminate()
                 break
-            assert stored == sorted(stored), "once a message is late enough, the row is there"
+            assert stored == sorted(stored), "a row stored at one message was not stored at a later one"
             assert stored[0] == 0
             assert stored[-1] == (1 if side is Side.SERVER else 0), stored
         await direct.execute("drop table kept")
         await direct.close()
 
 
-async def test_the_answer_to_a_commit_is_dropped_after_it_took_effect(url: str) -> None:
+async def test_the_answer_to_a_commit_is_dropped_after_the_commit(url: str) -> None:
     async with Proxy(url) as proxy:
         direct = await asyncpg.connect(url)
         await direct.execute("create table kept (n integer)")
@@ -82,12 +82,12 @@ async def test_the_answer_to_a_commit_is_dropped_after_it_took_effect(url: str) 
 
 
 @pytest.mark.parametrize("side", Side)
-async def test_a_silent_connection_is_open_and_says_nothing_until_it_is_healed(url: str, side: Side) -> None:
+async def test_a_silent_connection_stays_open_and_delivers_nothing_until_healed(url: str, side: Side) -> None:
     async with Proxy(url) as proxy:
         connection = await _connect(proxy)
         proxy.silence(sides=(side,))
         asked = asyncio.create_task(connection.fetchval("select 1"))
-        done, _ = await asyncio.wait((asked,), timeout=0.2)
+        done, _ = await asyncio.wait((asked,), timeout=0.05)
         assert not done
         proxy.heal()
         assert await asked == 1
@@ -97,14 +97,14 @@ async def test_a_silent_connection_is_open_and_says_nothing_until_it_is_healed(u
 async def test_a_delayed_message_arrives(url: str) -> None:
     async with Proxy(url) as proxy:
         connection = await _connect(proxy)
-        proxy.arm(Strike(action=Action.DELAY, side=Side.SERVER, seconds=0.2))
+        proxy.arm(Fault(action=Action.DELAY, side=Side.SERVER, seconds=0.1))
         before = asyncio.get_running_loop().time()
         assert await connection.fetchval("select 1") == 1
-        assert asyncio.get_running_loop().time() - before >= 0.2
+        assert asyncio.get_running_loop().time() - before >= 0.1
         await connection.close()
 
 
-async def test_connections_are_refused_and_cut(url: str) -> None:
+async def test_connections_can_be_cut_and_refused(url: str) -> None:
     async with Proxy(url) as proxy:
         connection = await _connect(proxy)
         assert proxy.cut() == 1
@@ -119,7 +119,7 @@ async def test_connections_are_refused_and_cut(url: str) -> None:
 
 
 @pytest.mark.parametrize("sslmode", ["disable", "prefer"])
-async def test_connections_are_answered_with_an_error(url: str, sslmode: str) -> None:
+async def test_connections_can_be_refused_with_an_error_message(url: str, sslmode: str) -> None:
     async with Proxy(url) as proxy:
         proxy.refusal = "57P03", "the database system is starting up"
         for _ in range(2):
@@ -130,18 +130,18 @@ async def test_connections_are_answered_with_an_error(url: str, sslmode: str) ->
         await (await _connect(proxy)).close()
 
 
-async def test_connections_are_silent_from_their_start(url: str) -> None:
+async def test_new_connections_can_be_silent_from_the_start(url: str) -> None:
     async with Proxy(url) as proxy:
         proxy.silences_new = True
         connecting = asyncio.create_task(_connect(proxy))
-        done, _ = await asyncio.wait((connecting,), timeout=0.2)
+        done, _ = await asyncio.wait((connecting,), timeout=0.05)
         assert not done
         proxy.heal()
         await (await connecting).close()
         await (await _connect(proxy)).close()
 
 
-async def test_the_server_is_not_told_of_ignored_parameters(url: str) -> None:
+async def test_ignored_startup_parameters_do_not_reach_the_server(url: str) -> None:
     async with Proxy(url) as proxy:
         proxy.ignores = frozenset({"search_path"})
         wanted = {"search_path": "elsewhere", "application_name": "kept"}
@@ -162,7 +162,7 @@ def test_a_startup_packet_is_read_and_written() -> None:
     assert startup_parameters(cancels) == {}
 
 
-async def test_it_listens_where_it_is_told_to(url: str) -> None:
+async def test_the_proxy_listens_on_the_given_port(url: str) -> None:
     async with Proxy(url) as proxy:
         port = proxy.port
     async with Proxy(url, port=port) as proxy:

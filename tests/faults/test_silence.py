@@ -1,4 +1,4 @@
-"""Silence: connections whose packets vanish, in the pool and under LISTEN."""
+"""Connections that stay open but deliver nothing, in the pool and under LISTEN."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ async def proxy(url: str) -> AsyncIterator[Proxy]:
 
 @pytest.fixture
 async def database(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Database]:
-    """A database behind the proxy that gives up soon."""
+    """A database behind the proxy with short timeouts."""
     monkeypatch.setattr("flowfabric.db.session.ANSWER_SECONDS", 0.1)
     database = await Database.open(proxy.url, schema="flowfabric", pool_size=3, limits=Limits(statement_ms=400))
     yield database
@@ -36,7 +36,9 @@ async def database(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     await database.close()
 
 
-async def test_after_one_silent_connection_the_idle_ones_are_dropped_with_it(database: Database, proxy: Proxy) -> None:
+async def test_a_timeout_on_a_silent_connection_drops_the_idle_connections_too(
+    database: Database, proxy: Proxy
+) -> None:
     await asyncio.gather(*(database.fetch(SLEEP, {"seconds": 0.05}) for _ in range(3)))
     assert len(proxy.links) == 3
     proxy.silence()
@@ -47,7 +49,7 @@ async def test_after_one_silent_connection_the_idle_ones_are_dropped_with_it(dat
         assert (await database.fetch(ONE, {}))[0]["one"] == 1
 
 
-async def test_a_caller_waits_for_a_free_connection_no_longer_than_for_an_answer(
+async def test_waiting_for_a_free_connection_times_out_like_waiting_for_an_answer(
     database: Database, proxy: Proxy
 ) -> None:
     async with database.acquire(), database.acquire(), database.acquire():
@@ -57,10 +59,10 @@ async def test_a_caller_waits_for_a_free_connection_no_longer_than_for_an_answer
     assert (await database.fetch(ONE, {}))[0]["one"] == 1
 
 
-async def test_the_place_of_a_cancelled_call_is_free_when_its_connection_is_closed(
+async def test_a_cancelled_call_occupies_the_pool_until_its_connection_is_closed(
     url: str, proxy: Proxy, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a storm of cancelled calls would open more connections than the pool may have."""
+    """Otherwise many cancelled calls at once would open more connections than the size of the pool."""
     monkeypatch.setattr("flowfabric.db.database.CLOSE_SECONDS", 60)
     database = await Database.open(proxy.url, schema="flowfabric", pool_size=3, limits=Limits(statement_ms=60_000))
     other = await asyncpg.connect(url)
@@ -73,7 +75,7 @@ async def test_the_place_of_a_cancelled_call_is_free_when_its_connection_is_clos
             call.cancel()
         await asyncio.wait(calls)
         fourth = asyncio.create_task(database.fetch(ONE, {}))
-        await asyncio.wait((fourth,), timeout=0.5)
+        await asyncio.wait((fourth,), timeout=0.2)
         assert not fourth.done()
         proxy.heal()
         assert (await fourth)[0]["one"] == 1
@@ -82,7 +84,7 @@ async def test_the_place_of_a_cancelled_call_is_free_when_its_connection_is_clos
         await database.close()
 
 
-async def test_the_place_of_a_call_cancelled_on_a_silent_connection_is_free_after_the_time_to_close_it(
+async def test_a_call_cancelled_on_a_silent_connection_occupies_the_pool_until_the_close_times_out(
     url: str, proxy: Proxy, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.db.database.CLOSE_SECONDS", 0.2)
@@ -106,7 +108,7 @@ async def test_the_place_of_a_call_cancelled_on_a_silent_connection_is_free_afte
 async def test_a_silent_listener_is_replaced(
     database: Database, proxy: Proxy, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is lost by the kernel's word: the proxy keeps the sockets open."""
+    """The kernel reports no error: the proxy keeps the sockets open."""
     monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.1)
     hints, sender = Hints(database), Hints(database)
     heard: list[list[str]] = []
@@ -125,14 +127,14 @@ async def test_a_silent_listener_is_replaced(
         await sender.close()
 
 
-async def test_a_deaf_listener_does_not_count_as_listening(
+async def test_a_connection_that_receives_no_notifications_does_not_count_as_listening(
     database: Database,
     proxy: Proxy,
     eventually: Eventually,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Behind a pooler in transaction mode statements are answered and notifications go elsewhere."""
+    """Behind a pooler in transaction mode statements are answered, but notifications go to other sessions."""
     monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.1)
     monkeypatch.setattr(Hints, "PROBE_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(Hints, "LISTEN_SECONDS", 0.1)
@@ -149,7 +151,7 @@ async def test_a_deaf_listener_does_not_count_as_listening(
         await hints.close()
 
 
-async def test_hints_close_in_time_while_one_is_sent_on_a_silent_connection(
+async def test_hints_close_in_time_while_a_hint_is_being_sent_on_a_silent_connection(
     proxy: Proxy, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Hints, "CLOSE_SECONDS", 0.2)

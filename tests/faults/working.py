@@ -1,4 +1,4 @@
-"""Workers: processes of the library's own, and others that claim and complete by hand."""
+"""Workers of the library, and claimers, which call the engine directly."""
 
 import asyncio
 import json
@@ -14,17 +14,17 @@ from flowfabric.model.lease import ClaimedExecution, TerminalFailed
 from flowfabric.worker.context import Context
 from flowfabric.worker.worker import Worker
 
-from .actor import LEASE_MS, MANUAL, WORK, Actor
+from .actor import MANUAL, WORK, Actor
 from .history import History
 
 Result = dict[str, str]
 DRAIN_SECONDS = 3
 FAILURES = 2
-"""How often a flaky run fails before it succeeds."""
+"""How often a flaky execution fails before it succeeds."""
 
 
 class Order(TypedDict):
-    """What a submitter wants done."""
+    """The input of an execution."""
 
     nonce: str
     key: str | None
@@ -32,18 +32,21 @@ class Order(TypedDict):
 
 
 class Handlers:
-    """Short handlers that write down when they start and how they end."""
+    """Short handlers that record when they start and how they end."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, lease_ms: int) -> None:
         self._history = history
+        self._lease_ms = lease_ms
 
     @contextmanager
     def _run(self, ctx: Context) -> Iterator[Result]:
-        """The result of a run, whose start and end are written down."""
+        """Yield the result of a run, and record its start and end."""
         fence = ctx.fence
         result = {"run": uuid4().hex, "lease": str(fence.lease_id)}
-        said = {"execution_id": ctx.execution_id, "lease_id": str(fence.lease_id), "run": result["run"]}
-        self._history.tell("start", **said, epoch=fence.lease_epoch, attempt=ctx.attempt_index, kind=ctx.execution_kind)
+        fields = {"execution_id": ctx.execution_id, "lease_id": str(fence.lease_id), "run": result["run"]}
+        self._history.record(
+            "start", **fields, epoch=fence.lease_epoch, attempt=ctx.attempt_index, kind=ctx.execution_kind
+        )
         how = "raised"
         try:
             yield result
@@ -52,7 +55,7 @@ class Handlers:
             how = type(error).__name__
             raise
         finally:
-            self._history.tell("end", **said, how=how)
+            self._history.record("end", **fields, how=how)
 
     async def quick(self, ctx: Context, order: Order) -> Result:
         """Take a few milliseconds."""
@@ -61,24 +64,24 @@ class Handlers:
             return result
 
     async def slow(self, ctx: Context, order: Order) -> Result:
-        """Take so long that the lease is renewed, and tell of it."""
+        """Take so long that the lease is renewed, and report progress."""
         with self._run(ctx) as result:
-            await asyncio.sleep(order["size"] * LEASE_MS / 1000)
+            await asyncio.sleep(order["size"] * self._lease_ms / 1000)
             try:
                 await ctx.progress(50, "half")
             except EngineError as error:
-                self._history.tell("refused", of="progress", execution_id=ctx.execution_id, detail=str(error))
+                self._history.record("refused", operation="progress", execution_id=ctx.execution_id, detail=str(error))
             await asyncio.sleep(order["size"])
             return result
 
     def threaded(self, ctx: Context, order: Order) -> Result:
-        """Take a little time in a thread."""
+        """Take a short time in a thread."""
         with self._run(ctx) as result:
             time.sleep(order["size"] * 0.2)
             return result
 
     async def flaky(self, ctx: Context, order: Order) -> Result:
-        """Fail a few times."""
+        """Fail a few times, then succeed."""
         with self._run(ctx) as result:
             await asyncio.sleep(order["size"] * 0.02)
             if ctx.retry_count < FAILURES:
@@ -95,8 +98,8 @@ class Handlers:
 
 
 async def work(actor: Actor) -> None:
-    """Be a worker process, until SIGTERM."""
-    handlers = Handlers(actor.history)
+    """Run a worker until stopped."""
+    handlers = Handlers(actor.history, actor.lease_ms)
     by_kind = {kind: getattr(handlers, kind) for kind in ("quick", "slow", "threaded", "flaky", "waiter")}
     async with actor.engine() as engine:
         worker = Worker(
@@ -104,7 +107,7 @@ async def work(actor: Actor) -> None:
             lanes=(WORK,),
             handlers=by_kind,
             concurrency=16,
-            lease_ttl=LEASE_MS / 1000,
+            lease_ttl=actor.lease_ms / 1000,
             drain=DRAIN_SECONDS,
             poll_interval=0.5,
         )
@@ -113,7 +116,7 @@ async def work(actor: Actor) -> None:
                 await worker.__aenter__()
                 break
             except EngineError as error:
-                actor.history.tell("refused", of="start", detail=str(error))
+                actor.history.record("refused", operation="start", detail=str(error))
                 await actor.pause(0.2)
                 if actor.stopping.is_set():
                     return
@@ -124,7 +127,7 @@ async def work(actor: Actor) -> None:
 
 
 class Claimer:
-    """Claims, completes and fails by hand, and so learns what became of it."""
+    """Claims, completes and fails executions by direct calls, and records their outcomes."""
 
     def __init__(self, actor: Actor, engine: Engine) -> None:
         self._actor = actor
@@ -132,56 +135,62 @@ class Claimer:
         self._name = f"claimer-{uuid4().hex[:8]}"
 
     async def step(self) -> None:
-        """Claim a few executions and end them."""
+        """Claim a few executions and complete or fail them."""
         call = self._engine.claim_many(
-            lanes=(MANUAL,), worker_id="claimer", worker_instance_id=self._name, limit=5, lease_ttl_ms=LEASE_MS
+            lanes=(MANUAL,),
+            worker_id="claimer",
+            worker_instance_id=self._name,
+            limit=5,
+            lease_ttl_ms=self._actor.lease_ms,
         )
-        claimed = await self._actor.ask("claim", call, impatient=0.05) or []
+        claimed = await self._actor.call("claim", call, cancel_share=0.05) or []
         runs = [(one, uuid4().hex) for one in claimed]
         for one, run in runs:
             lease = {"lease_id": str(one.handle.lease_id), "epoch": one.lease_epoch, "run": run}
-            self._actor.history.tell("claimed", execution_id=one.execution_id, attempt=one.attempt_index, **lease)
+            self._actor.history.record("claimed", execution_id=one.execution_id, attempt=one.attempt_index, **lease)
         await asyncio.gather(*(self._end(one, run) for one, run in runs))
 
     async def _end(self, one: ClaimedExecution, run: str) -> None:
-        chance = self._actor.chance
-        if chance.random() < 0.5:
-            report = self._engine.progress(one.handle, percent=chance.randrange(100))
-            await self._actor.ask("progress", report, impatient=0.5, execution_id=one.execution_id)
-        await self._actor.pause(chance.random() * 0.05)
-        match chance.choices(("complete", "fail", "fail for good", "leave"), (10, 2, 1, 1))[0]:
+        rng = self._actor.rng
+        if rng.random() < 0.5:
+            report = self._engine.progress(one.handle, percent=rng.randrange(100))
+            await self._actor.call("progress", report, cancel_share=0.5, execution_id=one.execution_id)
+        await self._actor.pause(rng.random() * 0.05)
+        match rng.choices(("complete", "fail", "fail permanently", "leave"), (10, 2, 1, 1))[0]:
             case "complete":
                 await self._complete(one, run)
             case "fail":
-                await self._actor.ask(
-                    "fail", self._engine.fail(one.handle, reason="no luck"), execution_id=one.execution_id
+                await self._actor.call(
+                    "fail", self._engine.fail(one.handle, reason="failed on purpose"), execution_id=one.execution_id
                 )
-            case "fail for good":
-                call = self._engine.fail(one.handle, reason="no luck", classification="permanent")
-                answer = await self._actor.ask("fail", call, execution_id=one.execution_id)
+            case "fail permanently":
+                call = self._engine.fail(one.handle, reason="failed on purpose", classification="permanent")
+                answer = await self._actor.call("fail", call, execution_id=one.execution_id)
                 if isinstance(answer, TerminalFailed):
-                    self._actor.history.tell("failed", execution_id=one.execution_id)
+                    self._actor.history.record("failed", execution_id=one.execution_id)
 
     async def _complete(self, one: ClaimedExecution, run: str) -> None:
-        """Complete, again where the answer was lost: a repeat is success too."""
+        """Complete, and repeat the call if the outcome is unknown: a repeated completion succeeds."""
         payload = json.dumps({"run": run, "lease": str(one.handle.lease_id)}).encode()
-        said = {"execution_id": one.execution_id, "run": run}
-        self._actor.history.tell("end", **said, how="returned")
+        fields = {"execution_id": one.execution_id, "run": run}
+        self._actor.history.record("end", **fields, how="returned")
         for _ in range(4):
-            answer = await self._actor.ask("complete", _done(self._engine, one, payload), impatient=0.1, **said)
+            answer = await self._actor.call(
+                "complete", _completed(self._engine, one, payload), cancel_share=0.1, **fields
+            )
             if answer is not None:
-                self._actor.history.tell("completed", **said)
+                self._actor.history.record("completed", **fields)
                 return
             await self._actor.pause(0.2)
 
 
-async def _done(engine: Engine, one: ClaimedExecution, payload: bytes) -> bool:
+async def _completed(engine: Engine, one: ClaimedExecution, payload: bytes) -> bool:
     await engine.complete(one.handle, payload)
     return True
 
 
 async def claim_by_hand(actor: Actor) -> None:
-    """Claim with a few tasks on one engine."""
+    """Claim with several tasks on one engine until stopped."""
     async with actor.engine() as engine:
         claimer = Claimer(actor, engine)
         await asyncio.gather(*(actor.repeat(claimer.step, 0.1) for _ in range(2)))

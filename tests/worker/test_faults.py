@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from faults.proxy import Action, Proxy, Side, Strike
+from faults.proxy import Action, Fault, Proxy, Side
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, TransportError, error
@@ -169,9 +169,9 @@ async def test_a_waitpoint_whose_answer_is_lost_is_created_once(
             points.append(await ctx.create_waitpoint("counts the messages", 60_000))
             # The last message commits; its answer is lost.
             last = proxy.counted(Side.CLIENT)
-            proxy.arm(Strike(action=Action.DROP_ANSWER, side=Side.CLIENT, nth=last))
+            proxy.arm(Fault(action=Action.DROP_ANSWER, side=Side.CLIENT, nth=last))
             points.append(await ctx.create_waitpoint("approval", 60_000))
-            assert (proxy.struck, proxy.counted(Side.CLIENT) > last) == (1, True)
+            assert (proxy.triggered, proxy.counted(Side.CLIENT) > last) == (1, True)
             for point in points:
                 token = await engine.read_waitpoint_token(
                     execution_id=ctx.execution_id, waitpoint_id=point.waitpoint_id

@@ -1,0 +1,179 @@
+"""Preparations of subjects: each calls operations on an engine other than the one under test."""
+
+from typing import Any
+
+from flowfabric.model.condition import ByName, Single
+from flowfabric.model.grant import Granted
+from flowfabric.model.suspension import SuspendArgs, Suspended
+from flowfabric.model.waitpoint import Fresh
+
+from .scene import LEASE_MS, MINUTE, WORKER, Subject
+
+LARGE_INPUT = b"x" * 300
+"""An input too large for the row of its execution."""
+
+
+async def nothing(subject: Subject) -> None:
+    """No execution."""
+
+
+async def keyless(subject: Subject) -> None:
+    """A store without a signing key; no operation deletes the last one."""
+    await subject.connection.execute("delete from signing_key")
+
+
+async def created(subject: Subject, **overrides: Any) -> None:
+    """An execution that waits for a worker."""
+    await subject.engine.create_execution(**subject.new(execution_id=subject.execution_id, **overrides))
+
+
+async def claimed(subject: Subject, *, lease_ttl_ms: int = LEASE_MS, **overrides: Any) -> None:
+    """An execution that a worker has claimed."""
+    await created(subject, **overrides)
+    handle = await subject.engine.claim(lane_id=subject.lane_id, **WORKER, lease_ttl_ms=lease_ttl_ms)
+    assert handle is not None
+    assert handle.execution_id == subject.execution_id
+    subject.handle = handle
+
+
+async def delayed(subject: Subject) -> None:
+    """An execution that its worker has delayed."""
+    await claimed(subject)
+    await subject.engine.delay(subject.handle, delayed_until(subject))
+
+
+async def tagged(subject: Subject) -> None:
+    """An execution with a tag."""
+    await created(subject, tags={"app.key": "value"})
+
+
+async def completed(subject: Subject) -> None:
+    """An execution that ended in success."""
+    await claimed(subject)
+    await subject.engine.complete(subject.handle, b"done")
+
+
+async def past_retention(subject: Subject) -> None:
+    """An ended execution past its retention, with a tag, a large input and a large result."""
+    await claimed(
+        subject,
+        policy={"stream_policy": {"retention_ttl_ms": MINUTE}},
+        tags={"app.key": "value"},
+        input_payload=LARGE_INPUT,
+    )
+    await subject.engine.complete(subject.handle, b"x" * 1500)
+    await subject.clock.advance(ms=2 * MINUTE)
+
+
+async def due(subject: Subject) -> None:
+    """A delayed execution that is due."""
+    await created(subject, delay_until=await subject.clock.now() + MINUTE)
+    await subject.clock.advance(ms=MINUTE)
+
+
+async def past_timeout(subject: Subject) -> None:
+    """An execution whose attempt is past its timeout."""
+    await claimed(subject, lease_ttl_ms=120 * MINUTE)
+    await subject.clock.advance(ms=60 * MINUTE)
+
+
+async def past_deadline(subject: Subject) -> None:
+    """A waiting execution past its deadline."""
+    await created(subject, execution_deadline_at=await subject.clock.now() + MINUTE)
+    await subject.clock.advance(ms=MINUTE)
+
+
+async def past_lease(subject: Subject) -> None:
+    """An execution past the end of its lease."""
+    await claimed(subject)
+    await subject.clock.advance(ms=LEASE_MS)
+
+
+async def lease_expired(subject: Subject) -> None:
+    """An execution whose lease is marked as expired."""
+    await past_lease(subject)
+    await subject.engine.mark_lease_expired_if_due(subject.execution_id)
+
+
+async def granted(subject: Subject) -> None:
+    """An execution granted to the worker."""
+    await created(subject)
+    subject.grant = await subject.engine.issue_claim_grant(**subject.named, **WORKER)
+
+
+async def reclaim_granted(subject: Subject) -> None:
+    """An execution with an expired lease, granted to the worker."""
+    await lease_expired(subject)
+    grant = await subject.engine.issue_reclaim_grant(**subject.named, **WORKER)
+    assert isinstance(grant, Granted)
+    subject.grant = grant
+
+
+async def resumable(subject: Subject) -> None:
+    """An execution that is ready to resume its attempt."""
+    await claimed(subject)
+    await subject.engine.wait_children(subject.handle)
+
+
+async def resume_granted(subject: Subject) -> None:
+    """An execution that is ready to resume its attempt, granted to the worker."""
+    await resumable(subject)
+    subject.grant = await subject.engine.issue_claim_grant(**subject.named, **WORKER)
+
+
+async def suspended(subject: Subject, **overrides: Any) -> None:
+    """An execution that waits for the signal `ready`."""
+    await claimed(subject)
+    outcome = await subject.engine.suspend(subject.handle, suspend_args(subject, **overrides))
+    assert isinstance(outcome, Suspended)
+    subject.wait = outcome.details
+    subject.handle = outcome.handle
+
+
+async def past_wait_timeout(subject: Subject) -> None:
+    """A suspended execution past the timeout of its wait."""
+    await suspended(subject, timeout_at=await subject.clock.now() + MINUTE)
+    await subject.clock.advance(ms=MINUTE)
+
+
+async def with_waitpoint(subject: Subject) -> None:
+    """A running execution with a waitpoint created ahead of the wait."""
+    await claimed(subject)
+    subject.pending = await subject.engine.create_waitpoint(
+        subject.handle, waitpoint_key="wait", expires_in_ms=10 * MINUTE
+    )
+
+
+async def registered(subject: Subject) -> None:
+    """A live worker with the name of the subject."""
+    await subject.engine.register_worker(**registration(subject))
+
+
+def registration(subject: Subject) -> dict[str, Any]:
+    """The arguments that register a worker with the name of the subject."""
+    return {
+        "worker_id": "worker",
+        "worker_instance_id": subject.name,
+        "lanes": (subject.lane_id,),
+        "liveness_ttl_ms": MINUTE,
+        "namespace": "tests",
+    }
+
+
+def suspend_args(subject: Subject, **overrides: Any) -> SuspendArgs:
+    """The arguments of a suspend, the same for repeated calls."""
+    return SuspendArgs(
+        **{
+            "suspension_id": subject.ids[0],
+            "waitpoints": (Fresh(waitpoint_id=subject.ids[1], waitpoint_key="wait"),),
+            "resume_condition": Single(waitpoint_key="wait", matcher=ByName("ready")),
+            "reason_code": "waiting_for_signal",
+            "idempotency_key": subject.name,
+            **overrides,
+        }
+    )
+
+
+def delayed_until(subject: Subject) -> int:
+    """A time far after the preparation."""
+    return subject.began + 200 * MINUTE
