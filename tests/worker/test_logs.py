@@ -130,6 +130,30 @@ async def test_a_takeover_is_a_warning_that_names_both_attempts(
     assert fields(record) == (lost.execution_id, 2, "job")
 
 
+async def test_an_attempt_that_was_handed_back_is_continued_without_a_warning(
+    engine: Engine, given: Given, clock: Clock, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts: list[int] = []
+    gate = asyncio.Event()
+
+    async def job(ctx: Context, a: int) -> int:
+        attempts.append(ctx.attempt)
+        await gate.wait()
+        return a
+
+    lost = await given.claimed(lease_ttl_ms=1000)
+    await clock.advance(ms=1001)
+    options: dict[str, Any] = {"lanes": ["default"], "handlers": {"job": job}, "lease_ttl": LONG_TTL_MS / 1000}
+    async with Worker(engine, drain=0, **options):
+        await eventually(lambda: attempts == [2])
+    async with Worker(engine, **options):
+        await eventually(lambda: attempts == [2, 2])
+        gate.set()
+        await engine.wait_for_ending(lost.execution_id, timeout=60)
+    (warning,) = [text for level, text in logged(caplog) if level == "WARNING"]
+    assert warning == f"{lost.execution_id} (job) is reclaimed as attempt 2: attempt 1 lost its lease"
+
+
 async def test_a_retry_is_a_warning_with_its_time_and_a_failure_for_good_an_error(
     engine: Engine,
     start_worker: StartWorker,

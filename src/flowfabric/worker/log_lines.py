@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 
-from flowfabric.model.states import AttemptType
+from flowfabric.model.states import HandleKind
 from flowfabric.worker.heartbeat import Registration
 from flowfabric.worker.logs import log_about
 from flowfabric.worker.running import Running
@@ -29,8 +29,8 @@ def log_worker_start(worker: Registration, concurrency: int) -> None:
 
 def log_run_start(running: Running) -> None:
     """Log that a run begins; as a warning if its last attempt lost its lease."""
-    # After a wait, the same attempt continues.
-    if running.claimed.attempt_type is AttemptType.RECLAIM and not running.claimed.has_waited:
+    # Not by the type of the attempt: the same attempt continues after a wait, and after it was handed back.
+    if running.claimed.handle.kind is HandleKind.RECLAIMED:
         logger.warning(
             "%s is reclaimed as attempt %d: attempt %d lost its lease", running, running.attempt, running.attempt - 1
         )

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
+from flowfabric.model.states import HandleKind
 from flowfabric.model.lease import ClaimedExecution
-from flowfabric.model.states import AttemptType
 from flowfabric.worker import presence
 from flowfabric.worker.faults import StoreHealth, loss_log_level, loss_text
 from flowfabric.worker.handler import Handler
@@ -132,7 +132,7 @@ class Runs:
         if not running.is_dropped:
             running.has_started = True
             handler = self._handlers[claimed.execution_kind]
-            if claimed.attempt_type is AttemptType.RECLAIM or logger.isEnabledFor(logging.DEBUG):
+            if claimed.handle.kind is HandleKind.RECLAIMED or logger.isEnabledFor(logging.DEBUG):
                 log_run_start(running)
             if running.earlier is None:
                 outcome = await outcome_of(running, handler, self._engine, self._threads)
