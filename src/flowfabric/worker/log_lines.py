@@ -38,6 +38,19 @@ def log_run_start(running: Running) -> None:
         logger.debug("%s begins, attempt %d", running, running.attempt)
 
 
+def log_stop(running: Running, level: int, why: str) -> None:
+    """Log that a run is stopped before its handler has returned, and why."""
+    text = "%s is stopped: %s"
+    if running.is_in_thread:
+        text = "%s is abandoned: %s; its thread cannot be stopped, and its result will be discarded"
+    log_about(running.claimed, logger, level, text, running, why)
+
+
+def log_expired(running: Running) -> None:
+    """Log that the execution of a run has expired."""
+    log_about(running.claimed, logger, logging.ERROR, "%s has expired for good", running)
+
+
 class Drain:
     """Logs the start of a drain, its timeout, and its end."""
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -65,7 +66,7 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
         if handler.is_async:
             result = await handler.function(*args, **kwargs)
         else:
-            result = await threads.run(handler.function, args, kwargs)
+            result = await threads.run(_call_in_thread, (running, handler.function, args, kwargs), {})
             if inspect.isawaitable(result):
                 result = await result
     except KeyboardInterrupt:
@@ -80,6 +81,16 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
         # Permanent: the same code would return the same type again.
         reason = str(error.detail) if isinstance(error, InvalidInputError) else _chain(error)
         return _failure(reason, None, error, FailureClass.PERMANENT, is_logged=False)
+
+
+def _call_in_thread(
+    running: Running, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    running.is_in_thread = True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        running.is_in_thread = False
 
 
 def _outcome_of_error(running: Running, error: BaseException) -> Outcome:
