@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.states import HandleKind
 from flowfabric.model.lease import ClaimedExecution
+from flowfabric.model.states import HandleKind
 from flowfabric.worker import presence
 from flowfabric.worker.faults import StoreHealth, is_expiry, loss_log_level, loss_text
 from flowfabric.worker.handler import Handler
