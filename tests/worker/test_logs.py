@@ -78,7 +78,7 @@ async def test_a_worker_logs_its_start_and_its_stop_but_not_each_success(
     assert begin == ("INFO", "worker w-1 started: lanes default, slow; tasks job, mail; concurrency 7; namespace tests")
     assert stops == ("INFO", "worker w-1 stops: no handlers running")
     level, text = stopped
-    assert (level, text.partition(" s: ")[2]) == ("INFO", "0 finished, 0 handed back")
+    assert (level, text.partition(" s: ")[2]) == ("INFO", "0 finished while it stopped, 0 handed back")
     caplog.clear()
     async with Worker(engine, lanes=["default"], handlers={f"task{n:02}": print for n in range(25)}):
         pass
@@ -334,7 +334,7 @@ async def test_a_drain_logs_how_many_handlers_run_and_how_they_end(
         ("INFO", f"{run} (job) is handed back: any worker can claim it now"),
     ]
     level, text = stopped
-    assert (level, text.partition(" s: ")[2]) == ("INFO", "3 finished, 1 handed back")
+    assert (level, text.partition(" s: ")[2]) == ("INFO", "3 finished while it stopped, 1 handed back")
     (handed_back,) = [record for record in caplog.records if "handed back: any" in record.getMessage()]
     assert fields(handed_back) == (run, 1, "job")
 

@@ -96,7 +96,7 @@ class Drain:
         left = f", {len(self._held)} left until their leases expire" if self._held else ""
         seconds = time.monotonic() - self.began
         logger.info(
-            "worker %s has stopped after %.1f s: %d finished, %d handed back%s",
+            "worker %s has stopped after %.1f s: %d finished while it stopped, %d handed back%s",
             self._worker,
             seconds,
             finished,

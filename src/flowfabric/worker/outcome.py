@@ -103,6 +103,10 @@ def _outcome_of_error(running: Running, error: BaseException) -> Outcome:
             return _failure(_chain(error), None, error, FailureClass.PERMANENT)
         case Exception() | asyncio.CancelledError():
             return _failure(_chain(error), HANDLER_ERROR, error)
+        case SystemExit():
+            return _failure(
+                f"handler panicked: {_chain(error)} (sys.exit ends the attempt, not the worker)", HANDLER_PANIC, error
+            )
         case _:
             return _failure(f"handler panicked: {_chain(error)}", HANDLER_PANIC, error)
 
@@ -152,8 +156,11 @@ def _text_of(error: BaseException) -> str:
 def _links(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and its causes, as a traceback shows them."""
     seen: set[int] = set()
+    shown: BaseException | None = None
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        yield link
+        # The cancellation inside `asyncio.timeout` is how it works, not why the handler failed.
+        if not (isinstance(link, asyncio.CancelledError) and isinstance(shown, TimeoutError)):
+            yield (shown := link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
