@@ -381,8 +381,9 @@ def _check_function(function: object) -> None:
     first = next(iter(inspect.signature(plain).parameters.values()), None)
     if first is not None and first.name in ("self", "cls") and first.annotation is inspect.Parameter.empty:
         raise TypeError(
-            f"@fabric.task: {getattr(plain, '__qualname__', None)!r} is a method, and tasks are functions: no worker has its "
-            f"{first.name!r}; move it out of the class, or declare a function inside a function that has the object"
+            f"@fabric.task: {getattr(plain, '__qualname__', None)!r} is a method, and tasks are functions: no worker "
+            f"has its {first.name!r}; move it out of the class, or declare it as a function inside a function that has "
+            "the object"
         )
 
 
