@@ -170,5 +170,10 @@ async def test_an_editor_completes_only_what_users_need_of_the_rest(url: str) ->
     }
 
 
+def test_dir_lists_the_public_names_and_modules() -> None:
+    modules = [name.partition(".")[2] for name in MODULES if "." in name]
+    assert dir(flowfabric) == sorted([*flowfabric.__all__, *modules])
+
+
 def test_type_checkers_may_read_the_package() -> None:
     assert files("flowfabric").joinpath("py.typed").is_file()

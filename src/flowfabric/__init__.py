@@ -48,3 +48,10 @@ __all__ = [
     "log_fields",
     "verify_and_deliver",
 ]
+
+_MODULES = ("conditions", "errors", "ids", "outcomes", "policy")
+
+
+def __dir__() -> list[str]:
+    """List the public names and modules, without what this package imports for itself."""
+    return sorted([*__all__, *_MODULES])

@@ -1,6 +1,5 @@
 """The configuration of a process: from the environment, overridden by code."""
 
-import difflib
 import logging
 import os
 import re
@@ -28,6 +27,7 @@ from flowfabric.db.migrate import check_schema_name
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import MAX_PARTITION_COUNT, check_lane_id
 from flowfabric.model.key import check_secret
+from flowfabric.model.text import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -240,8 +240,7 @@ def _message(settings: type[Settings], location: tuple[int | str, ...], message:
     name = str(location[0])
     field = settings.model_fields.get(name)
     if field is None and not name.startswith(PREFIX):
-        near = difflib.get_close_matches(name, settings.model_fields, n=1, cutoff=0.6)
-        return f"there is no setting {name}" + (f"; did you mean {near[0]}?" if near else "")
+        return f"there is no setting {name}{did_you_mean(name, settings.model_fields)}"
     variable = name if field is None else _variable(name, field)
     shown = "" if variable in _NEVER_SHOWN else f"={value}" if str(value).strip() else f"={str(value)!r}"
     return f"{variable}{shown}: {message.removeprefix('Value error, ')}"
@@ -265,5 +264,5 @@ def _is_unknown(name: str) -> bool:
 def _warn_about_unknown(names: tuple[str, ...]) -> None:
     """Log a warning for each of these variables; the cache makes it once per set of names."""
     for name in names:
-        near = difflib.get_close_matches(name, variables(), n=1, cutoff=0.8)
-        logger.warning("%s is not a setting and has no effect%s", name, f"; did you mean {near[0]}?" if near else "")
+        hint = did_you_mean(name, variables(), cutoff=0.8)
+        logger.warning("%s is not a setting and has no effect%s", name, hint)

@@ -80,6 +80,16 @@ def test_sql_is_printed_without_a_database(ff: CliRunner, monkeypatch: pytest.Mo
             2,
             "--database-url: has an invalid port: use 1 to 65535",
         ),
+        (
+            ["--database-url", "postgresql://u:p@w@host/db"],
+            2,
+            "--database-url: has more than one @ before the host: write an @ of the user or the password as %40",
+        ),
+        (
+            ["--database-url", "postgresql://u:p@s/w@host/db"],
+            2,
+            "--database-url: has an @ after the host: write special characters of the password as %XX, / as %2F",
+        ),
         (["--after", "1"], 2, "--after 1 has no effect without --sql: leave it out, or add --sql"),
         (["--check", "--after", "0"], 2, "--after 0 has no effect without --sql: leave it out, or add --sql"),
         (["--sql", "--check"], 2, "--sql cannot be combined with --check or --json: "),

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,29 @@ async def test_the_status_follows_a_run_from_its_progress_to_its_result(url: str
     assert ended.started_at is not None
     assert ended.ended_at is not None
     assert ended.created_at <= ended.started_at <= ended.ended_at
+
+
+async def test_progress_is_a_whole_number_of_percent(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def report(ctx: Context) -> list[str]:
+        refused = []
+        wrong: list[Any] = [50.5, "50", 101, 255, -1, True]
+        for percent in wrong:
+            with pytest.raises(InvalidInputError) as refusal:
+                await ctx.progress(percent)
+            refused.append(str(refusal.value))
+        await ctx.progress(0)
+        await ctx.progress(100)
+        return refused
+
+    async with fabric, fabric.worker():
+        run = await report.submit()
+        refused = await run.result(timeout=60)
+        assert refused[0] == "invalid_input: percent: must be a whole number from 0 to 100, got 50.5"
+        assert {text.partition(", got ")[0] for text in refused} == {refused[0].partition(", got ")[0]}
+        assert (await run.status()).progress == 100
 
 
 async def test_a_failed_run_keeps_the_type_message_and_traceback_of_its_exception(url: str) -> None:

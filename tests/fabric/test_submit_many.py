@@ -81,6 +81,10 @@ async def test_a_wrong_argument_is_refused_by_bind_and_nothing_is_submitted(url:
             await job.submit_many(job.bind(n) for n in (1, 2, "three"))  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"expected calls made by job\.bind\(\.\.\.\), got 3"):
             await job.submit_many([job.bind(1), 3])  # type: ignore[list-item]
+        with pytest.raises(
+            TypeError, match=r"expected a list of calls, got one call; write job\.submit_many\(\[call\]\)"
+        ):
+            await job.submit_many(job.bind(1))  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="expected calls of task 'job', got one of 'other'"):
             await job.submit_many([job.bind(1), other.bind()])
         page = await fabric.engine.list_executions()

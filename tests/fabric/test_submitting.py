@@ -8,6 +8,7 @@ import pytest
 
 from fixtures import Rows
 from flowfabric import Fabric, PublicState
+from flowfabric.fabric.task import Call
 from flowfabric.model.errors import ConflictError, InvalidInputError
 
 
@@ -60,7 +61,8 @@ async def test_the_same_key_with_other_arguments_is_a_conflict(url: str) -> None
         with pytest.raises(ConflictError, match=r"with other arguments and options \(retries, backoff, ") as refusal:
             await keyed.options(retries=1).submit(2)
         detail: Any = refusal.value.detail
-        assert detail["execution_id"] == first.id
+        assert (detail["execution_id"], detail["idempotency_key"]) == (first.id, "invoice-7")
+        assert type(refusal.value) is ConflictError
         again = await keyed.submit(1)
         assert (again.id, again.is_duplicate) == (first.id, True)
 
@@ -95,7 +97,7 @@ async def test_tasks_of_one_lane_do_not_share_keys(url: str) -> None:
     async def job() -> None: ...
 
     # Names and keys that would be the same text if they were simply joined.
-    pairs = [("a", "b/c"), ("a/b", "c"), ("a%2Fb", "c"), ("a", "c"), ("ä ö", "c"), ("", "a/c")]
+    pairs = [("a", "b/c"), ("a/b", "c"), ("a%2Fb", "c"), ("a", "c"), ("ä ö", "c"), ("/", "c")]
     async with fabric:
         tasks = {name: fabric.task(name=name)(job) for name in {name for name, _ in pairs}}
         keyed = [tasks[name].options(idempotency_key=key) for name, key in pairs]
@@ -123,12 +125,27 @@ async def test_a_wrong_call_or_option_is_refused_at_once(url: str) -> None:
     @fabric.task
     async def job(a: int) -> None: ...
 
+    @fabric.task
+    async def bare(ctx, a): ...  # type: ignore[no-untyped-def]
+
     async with fabric:
-        with pytest.raises(TypeError, match="missing a required argument: 'a'"):
+        with pytest.raises(TypeError, match=r"task 'job': missing a required argument: 'a'$"):
             await job.submit()  # type: ignore[call-overload]
-        with pytest.raises(TypeError, match="no such option: prio"):
+        for arguments in ({"a": 1}, {"ctx": 1}):
+            with pytest.raises(
+                TypeError, match=r"missing a required .*; parameter 'ctx' has no annotation: write `ctx: C"
+            ):
+                await bare.submit(**arguments)
+        assert isinstance(bare.bind({}, 1), Call)
+        with pytest.raises(
+            InvalidInputError, match=r"parameter 'a', which has no annotation: \(1, 2\) .tuple. would co"
+        ):
+            await bare.submit(1, (1, 2))
+        with pytest.raises(TypeError, match="task 'job': takes 1 positional arguments, got 2; its arguments are: a"):
+            await job.submit(1, 2)  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match=r"no such option: prio; .*; did you mean priority\?"):
             job.options(prio=1)  # type: ignore[call-arg]
-        with pytest.raises(TypeError, match="no such option: retires"):
+        with pytest.raises(TypeError, match=r"no such option: retires; .*; did you mean retries\?"):
             fabric.task(retires=1)  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="task 'job': no such argument: 'w'; its arguments are: a"):
             await job.submit(w=1)  # type: ignore[call-overload]

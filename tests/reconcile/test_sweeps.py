@@ -1,5 +1,7 @@
 """Each sweep processes what is due and nothing else."""
 
+import logging
+
 import asyncpg
 import pytest
 
@@ -7,6 +9,7 @@ from creates import new
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import SQL
+from flowfabric.engine.lease.expire import MAX_LOGGED
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.states import AttemptType, PublicState
@@ -145,6 +148,28 @@ async def test_a_deadline_ends_an_execution_in_any_phase(
             assert await rows.timers(execution_id) == {}
             endings = [event for event in await rows.events(execution_id) if event["outcome"] is not None]
             assert [event["kind"] for event in endings] == ["released" if phase == "active" else "ended"]
+
+
+async def test_a_sweep_logs_which_executions_it_expired(
+    reconciler: Reconciler, given: Given, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flowfabric.engine.lease")
+    unclaimed = await given.created(lane_id="unclaimed", execution_deadline_at=await clock.now() + 1000)
+    retried = await given.claimed(
+        policy={"timeout_policy": {"attempt_timeout_ms": 1000}, **RETRIED_ONCE}, lease_ttl_ms=DAY * 1000
+    )
+    await clock.advance(seconds=2)
+    assert await reconciler.catch_up() >= 2
+    assert caplog.messages == [f"expired past their timeout or deadline: {unclaimed}"]
+    assert retried.execution_id not in caplog.text
+    caplog.clear()
+    deadline = await clock.now() + 1000
+    for _ in range(MAX_LOGGED + 2):
+        await given.created(execution_deadline_at=deadline)
+    await clock.advance(seconds=2)
+    await reconciler.catch_up()
+    (line,) = caplog.messages
+    assert line.endswith(" and 2 more")
 
 
 async def test_a_deadline_is_not_retried(reconciler: Reconciler, engine: Engine, given: Given, clock: Clock) -> None:

@@ -197,7 +197,9 @@ async def test_handlers_that_do_not_stop_are_left_behind_with_a_warning_and_thei
         (record,) = [record for record in caplog.records if run in record.getMessage()]
         assert (record.levelname, record.getMessage()) == ("WARNING", text)
         assert (record.ff_execution_id, record.ff_attempt, record.ff_task) == (run, 1, kind)
-    assert caplog.messages[-1].endswith(": 0 finished, 0 handed back, 2 left until their leases expire")
+    assert caplog.messages[-1].endswith(
+        ": 0 finished while it stopped, 0 handed back, 2 left until their leases expire"
+    )
     gate.set()
     thread_gate.set()
     await eventually(lambda: worker.running == 0)

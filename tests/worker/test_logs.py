@@ -74,7 +74,7 @@ async def test_a_worker_logs_its_start_and_its_stop_but_not_each_success(
     assert begin == ("INFO", "worker w-1 started: lanes default, slow; tasks job, mail; concurrency 7; namespace tests")
     assert stops == ("INFO", "worker w-1 stops: no handlers running")
     level, text = stopped
-    assert (level, text.partition(" s: ")[2]) == ("INFO", "0 finished, 0 handed back")
+    assert (level, text.partition(" s: ")[2]) == ("INFO", "0 finished while it stopped, 0 handed back")
     caplog.clear()
     async with Worker(engine, lanes=["default"], handlers={f"task{n:02}": print for n in range(25)}):
         pass
@@ -128,6 +128,30 @@ async def test_a_takeover_is_a_warning_that_names_both_attempts(
     text = f"{lost.execution_id} (job) is reclaimed as attempt 2: attempt 1 lost its lease"
     assert (record.levelname, record.getMessage()) == ("WARNING", text)
     assert fields(record) == (lost.execution_id, 2, "job")
+
+
+async def test_an_attempt_that_was_handed_back_is_continued_without_a_warning(
+    engine: Engine, given: Given, clock: Clock, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts: list[int] = []
+    gate = asyncio.Event()
+
+    async def job(ctx: Context, a: int) -> int:
+        attempts.append(ctx.attempt)
+        await gate.wait()
+        return a
+
+    lost = await given.claimed(lease_ttl_ms=1000)
+    await clock.advance(ms=1001)
+    options: dict[str, Any] = {"lanes": ["default"], "handlers": {"job": job}, "lease_ttl": LONG_TTL_MS / 1000}
+    async with Worker(engine, drain=0, **options):
+        await eventually(lambda: attempts == [2])
+    async with Worker(engine, **options):
+        await eventually(lambda: attempts == [2, 2])
+        gate.set()
+        await engine.wait_for_ending(lost.execution_id, timeout=60)
+    (warning,) = [text for level, text in logged(caplog) if level == "WARNING"]
+    assert warning == f"{lost.execution_id} (job) is reclaimed as attempt 2: attempt 1 lost its lease"
 
 
 async def test_a_retry_is_a_warning_with_its_time_and_a_failure_for_good_an_error(
@@ -245,7 +269,7 @@ async def test_a_drain_logs_how_many_handlers_run_and_how_they_end(
         ("INFO", f"{run} (job) is handed back: any worker can claim it now"),
     ]
     level, text = stopped
-    assert (level, text.partition(" s: ")[2]) == ("INFO", "3 finished, 1 handed back")
+    assert (level, text.partition(" s: ")[2]) == ("INFO", "3 finished while it stopped, 1 handed back")
     (handed_back,) = [record for record in caplog.records if "handed back: any" in record.getMessage()]
     assert fields(handed_back) == (run, 1, "job")
 

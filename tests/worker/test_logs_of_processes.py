@@ -47,7 +47,7 @@ async def test_a_process_without_a_logging_setup_logs_to_stderr(fabric: Fabric, 
     (at,) = [nth for nth, line in enumerate(lines) if " ERROR " in line]
     assert re.sub(f"^{STAMP} ", "", lines[at]) == (
         f"ERROR flowfabric.worker.reports: {failed.id} (fail) failed in attempt 1 for good: ValueError: no luck"
-        " [task=fail attempt=1]"
+        " [attempt=1]"
     )
     assert lines[at + 1] == "Traceback (most recent call last):"
 

@@ -83,9 +83,9 @@ async def test_threads_that_do_not_return_do_not_delay_the_end_of_a_process(
     assert before == [
         "worker w-1 stops: 2 handlers running, waiting up to 0.2 s; a second signal ends at once",
         "worker w-1 has waited 0.2 s: cancelling 2 handlers",
-        f"{of_asyncio.id} (block_threads) is handed back: any worker can claim it now [task=block_threads attempt=1]",
-        f"{run.id} (block) does not stop: {LEFT} [task=block attempt=1]",
-        "worker w-1 has stopped: 0 finished, 1 handed back, 1 left until their leases expire",
+        f"{of_asyncio.id} (block_threads) is handed back: any worker can claim it now [attempt=1]",
+        f"{run.id} (block) does not stop: {LEFT} [attempt=1]",
+        "worker w-1 has stopped: 0 finished while it stopped, 1 handed back, 1 left until their leases expire",
     ]
     assert last.startswith("the process ends without waiting for threads that do not return: asyncio_")
 
@@ -101,8 +101,8 @@ async def test_a_handler_that_ignores_its_cancellation_does_not_delay_the_end_of
     assert logged() == [
         "worker w-1 stops: 1 handler running, waiting up to 0.2 s; a second signal ends at once",
         "worker w-1 has waited 0.2 s: cancelling 1 handler",
-        f"{run.id} (ignore_cancellation) does not stop: {LEFT} [task=ignore_cancellation attempt=1]",
-        "worker w-1 has stopped: 0 finished, 0 handed back, 1 left until their leases expire",
+        f"{run.id} (ignore_cancellation) does not stop: {LEFT} [attempt=1]",
+        "worker w-1 has stopped: 0 finished while it stopped, 0 handed back, 1 left until their leases expire",
     ]
     assert (await run.status()).state == "active"
 

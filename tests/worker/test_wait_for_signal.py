@@ -1,6 +1,7 @@
 """Waiting for a signal in a handler that reads from top to bottom."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -53,13 +54,14 @@ async def test_a_wait_holds_no_worker_and_returns_the_payload_in_its_type(url: s
 
     # One slot: a wait that held it would keep the other tasks from their start.
     async with fabric, fabric.worker(concurrency=1):
-        first, second, third, fourth = (
+        first, second, third, fourth, unnamed = (
             await typed.submit(),
             await untyped.submit(),
             await wrong.submit(),
             await retried.submit(),
+            await wrong.submit(),
         )
-        for run in (first, second, third, fourth):
+        for run in (first, second, third, fourth, unnamed):
             await is_waiting(run)
         await first.signal("review", Verdict(approved=True))
         assert await first.result(timeout=60) is True
@@ -68,6 +70,9 @@ async def test_a_wait_holds_no_worker_and_returns_the_payload_in_its_type(url: s
         await third.signal("count", "many", by="ada")
         with pytest.raises(RunFailed, match="signal 'count' from 'ada': the payload is not of type int"):
             await third.result(timeout=60)
+        await unnamed.signal("count", "many")
+        with pytest.raises(RunFailed, match="signal 'count': the payload is not of type int"):
+            await unnamed.result(timeout=60)
         # A new attempt waits again.
         await fourth.signal("answer", "first")
         await fourth.signal("answer", "second")
@@ -78,9 +83,10 @@ async def test_a_wait_without_a_signal_raises_or_returns_the_default(url: str, i
     fabric = Fabric(url)
 
     @fabric.task
-    async def strict(ctx: Context) -> str:
+    async def strict(ctx: Context, seconds: float) -> str:
+        timeout = timedelta(seconds=seconds) if ctx.priority else seconds
         try:
-            return await ctx.wait_for_signal("answer", str, timeout=0.05)
+            return await ctx.wait_for_signal("answer", str, timeout=timeout)
         except WaitTimeout as late:
             return str(late)
 
@@ -96,8 +102,10 @@ async def test_a_wait_without_a_signal_raises_or_returns_the_default(url: str, i
             return "resumed"
 
     async with fabric, fabric.worker():
-        late, with_default, run = await strict.submit(), await lenient.submit(), await resumed.submit()
-        assert await late.result(timeout=60) == "no signal 'answer' arrived within 0.05 seconds"
+        late, with_default, run = await strict.submit(0.05), await lenient.submit(), await resumed.submit()
+        also_late = await strict.options(priority=1).submit(0.05)
+        assert await also_late.result(timeout=60) == "no signal 'answer' arrived within 0.05 s"
+        assert await late.result(timeout=60) == "no signal 'answer' arrived within 0.05 s"
         assert await with_default.result(timeout=60) is None
         await is_waiting(run)
         await fabric.engine.resume_execution(execution_id=run.id)

@@ -185,7 +185,11 @@ FAILING = {
         return_an_object, "task 'return_an_object', result: expected object, got <object object at ", "permanent"
     ),
     "exit in a thread": Failing(leave, "handler panicked: SystemExit: enough", "handler_panic"),
-    "exit in a coroutine": Failing(leave_async, "handler panicked: SystemExit: enough", "handler_panic"),
+    "exit in a coroutine": Failing(
+        leave_async,
+        "handler panicked: SystemExit: enough (sys.exit ends the attempt, not the worker)",
+        "handler_panic",
+    ),
 }
 
 
@@ -207,6 +211,25 @@ async def test_a_failure_stores_its_reason_and_leaves_the_worker_at_work(
     assert wrong == []
     ended = await engine.wait_for_ending(await submit(kind="fine"), timeout=60)
     assert ended.outcome is TerminalOutcome.SUCCESS
+
+
+async def test_the_cancellation_inside_a_timeout_is_not_part_of_the_reason(
+    engine: Engine, start_worker: Any, submit: Any
+) -> None:
+    async def time_out() -> None:
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
+
+    async def report_timeout() -> None:
+        try:
+            await time_out()
+        except TimeoutError as late:
+            raise RuntimeError("no luck") from late
+
+    await start_worker({"job": time_out, "reported": report_timeout}, reconcile=False)
+    runs = await submit(), await submit(kind="reported")
+    reasons = [(await engine.wait_for_ending(run, timeout=60)).reason for run in runs]
+    assert reasons == ["TimeoutError", "RuntimeError: no luck: TimeoutError"]
 
 
 async def test_a_payload_that_does_not_fit_fails_without_calling_the_handler(

@@ -19,6 +19,10 @@ def check_url(url: str) -> str:
         raise ValueError(
             "is not a URL: write special characters of the user and the password as %XX, for example @ as %40"
         ) from None
+    if parts.netloc.count("@") > 1:
+        raise ValueError("has more than one @ before the host: write an @ of the user or the password as %40")
+    if "@" in parts.path:
+        raise ValueError("has an @ after the host: write special characters of the password as %XX, / as %2F, @ as %40")
     for host in parts.netloc.rpartition("@")[2].split(","):
         found = _HOST_AND_PORT.fullmatch(host)
         if found is None:

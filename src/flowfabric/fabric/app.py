@@ -1,6 +1,7 @@
 """Fabric: the tasks of an application and their Postgres database."""
 
 import asyncio
+import inspect
 import os
 import socket
 from contextlib import AsyncExitStack
@@ -12,7 +13,7 @@ from flowfabric.fabric.run import Run
 from flowfabric.fabric.task import Called, Params, Returned, Task, TaskDecorator
 from flowfabric.model.errors import EngineError, error, reason_of
 from flowfabric.model.ids import check_lane_id, parse_execution_id
-from flowfabric.model.text import check_short, shown
+from flowfabric.model.text import check_options, check_short, shown
 from flowfabric.settings import Settings
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.interrupts import calling_on_interrupts
@@ -66,6 +67,8 @@ class Fabric:
         self._identity = f"{socket.gethostname()}-{os.getpid()}"
         self.tasks: dict[str, Task[Any, Any, Any]] = {}
         self._engine: Engine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop in which the fabric was connected."""
         self._open = AsyncExitStack()
         self._unserved_again_at = 0.0
 
@@ -79,6 +82,12 @@ class Fabric:
         """The engine of this fabric, which has every operation; available while the fabric is connected."""
         if self._engine is None:
             raise RuntimeError("the fabric is not connected; use it inside `async with fabric:`")
+        if _running_loop() not in (self._loop, None):
+            raise RuntimeError(
+                "the fabric is connected in another event loop; connect a Fabric in each event loop, or run the call "
+                "where it is connected: `asyncio.run_coroutine_threadsafe(call, loop)`, in a `def` task "
+                "`ctx.from_thread(call)`"
+            )
         return self._engine
 
     async def __aenter__(self) -> Self:
@@ -88,6 +97,7 @@ class Fabric:
                 "the fabric is already connected; enter `async with fabric:` once, around all of its users"
             )
         self._engine = await self._open.enter_async_context(Engine.connect(self._url, settings=self._settings))
+        self._loop = asyncio.get_running_loop()
         return self
 
     async def __aexit__(
@@ -107,8 +117,11 @@ class Fabric:
 
     def _add(self, task: Task[Called, Params, Returned]) -> Task[Called, Params, Returned]:
         """Add a task to those that the workers of this fabric run."""
-        if task.name in self.tasks:
-            raise ValueError(f"a task named {task.name!r} already exists; give this one another name with name=")
+        if (first := self.tasks.get(task.name)) is not None:
+            raise ValueError(
+                f"a task named {task.name!r} already exists, declared in {_place_of(first)}; give this one another "
+                "name with name="
+            )
         self.tasks[task.name] = task
         return task
 
@@ -120,8 +133,21 @@ class Fabric:
         """Return a worker that runs the tasks of this fabric: `async with fabric.worker(): ...`.
 
         By default it claims from the lanes of the tasks and from the namespace of the fabric; with `namespace=None` it
-        claims from every namespace. The options are those of `WorkerOptions`.
+        claims from every namespace. The options are:
+
+        lanes: the lanes to claim from
+        concurrency: how many handlers run at a time
+        worker_id: the name that workers of one group share
+        worker_instance_id: the unique name of this worker
+        capabilities: what this worker offers
+        lease_ttl: how long a lease lasts without a renewal
+        namespace: the namespace to claim from
+        poll_interval: the longest pause between two claims
+        drain: how long a stop waits for running handlers
+        threads: how many `def` handlers run at a time
+        reconcile: whether it also runs the sweeps
         """
+        check_options(options, WorkerOptions.__annotations__)
         options.setdefault("lanes", sorted({task.lane for task in self.tasks.values()}) or [self.lane])
         options.setdefault("namespace", self.namespace)
         return Worker(self.engine, handlers={name: task._handler for name, task in self.tasks.items()}, **options)
@@ -134,8 +160,14 @@ class Fabric:
 
         It waits for a server that is not up yet. Any other failure to start is reported in one line on stderr, with
         exit code 2 for a wrong setting or option and 1 otherwise. When it stops, the process does not wait for handlers
-        that ignore their cancellation, nor for threads of `asyncio.to_thread` that do not return.
+        that ignore their cancellation, nor for threads of `asyncio.to_thread` that do not return. The options are those
+        of `worker`.
         """
+        if _running_loop() is not None:
+            raise RuntimeError(
+                "run_worker() starts an event loop of its own and cannot be called inside a running one; there, use "
+                "`async with fabric, fabric.worker():`"
+            )
 
         async def work() -> None:
             interrupted = asyncio.Event()
@@ -158,3 +190,19 @@ class Fabric:
         except (EngineError, TypeError, ValueError) as wrong:
             text = reason_of(wrong) if isinstance(wrong, EngineError) else str(wrong)
             raise StartError(text, exit_code=MISUSED) from wrong
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread, if any."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _place_of(task: Task[Any, Any, Any]) -> str:
+    """Return where the function of a task is defined, for a message."""
+    function = inspect.unwrap(task._handler.function)
+    module = getattr(function, "__module__", None) or "an unknown module"
+    code = getattr(function, "__code__", None)
+    return module if code is None else f"{module}, line {code.co_firstlineno}"

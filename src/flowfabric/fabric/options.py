@@ -29,14 +29,15 @@ def policy_of(
     max_retries = 0 if retries is None else _checked_retries(retries)
     checked_backoff = _backoff_of(backoff)
     required = tuple(capabilities or ())
-    code = "invalid_policy_json"
     policy = ExecutionPolicy(
         retry_policy=RetryPolicy(max_retries=max_retries, backoff=checked_backoff) if max_retries else None,
         timeout_policy=None
         if timeout is None and deadline is None
         else TimeoutPolicy(
-            attempt_timeout_ms=None if timeout is None else milliseconds(timeout, "timeout", least=1, code=code),
-            execution_deadline_ms=None if deadline is None else milliseconds(deadline, "deadline", code=code),
+            attempt_timeout_ms=None
+            if timeout is None
+            else milliseconds(timeout, "timeout", least=1, advice="; leave it out for no limit"),
+            execution_deadline_ms=None if deadline is None else milliseconds(deadline, "deadline"),
         ),
         routing_requirements=RoutingRequirements(required_capabilities=required) if required else None,
     )
@@ -45,7 +46,7 @@ def policy_of(
 
 def _checked_retries(retries: object) -> int:
     if isinstance(retries, bool) or not isinstance(retries, int) or not 0 <= retries <= INT32:
-        raise error("invalid_policy_json", f"retries: must be a whole number from 0 to {INT32}, got {shown(retries)}")
+        raise error("invalid_input", f"retries: must be a whole number from 0 to {INT32}, got {shown(retries)}")
     return retries
 
 
@@ -56,4 +57,4 @@ def _backoff_of(backoff: object) -> Backoff:
         case FixedBackoff() | ExponentialBackoff():
             return backoff
         case _:
-            return FixedBackoff(delay_ms=milliseconds(backoff, "backoff", code="invalid_policy_json"))
+            return FixedBackoff(delay_ms=milliseconds(backoff, "backoff"))

@@ -1,6 +1,7 @@
 """Tasks: functions that workers run, and how to declare and submit them."""
 
 import functools
+import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, cast, overload
 from urllib.parse import quote
@@ -15,7 +16,7 @@ from flowfabric.model.execution import Created, Duplicate, NewExecution
 from flowfabric.model.ids import check_lane_id, parse_execution_id
 from flowfabric.model.policy import Backoff
 from flowfabric.model.tag import check_tags
-from flowfabric.model.text import MAX_BATCH, MAX_KEY_BYTES, check_items, check_text, shorten, shown
+from flowfabric.model.text import MAX_BATCH, MAX_KEY_BYTES, check_items, check_options, check_text, shorten, shown
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
 
@@ -27,27 +28,6 @@ Returned = TypeVar("Returned", covariant=True)
 """What a call of the function returns: a coroutine or a result."""
 Result = TypeVar("Result")
 Value = TypeVar("Value", covariant=True)
-
-
-class _KeyConflict(ConflictError):
-    """An idempotency key belongs to a run with other arguments or options; `detail` is that of the engine."""
-
-    def __init__(self, detail: Detail, task: str, key: str) -> None:
-        super().__init__("idempotency_conflict", detail)
-        self.args = (detail, task, key)
-        self._task = task
-        self._key = key
-
-    def __str__(self) -> str:
-        """Return `<code>: task <name>: <sentence>`."""
-        found = self.detail if isinstance(self.detail, Mapping) else {}
-        words = {"payload": "arguments", "policy": "options (retries, backoff, timeout, deadline or capabilities)"}
-        differs = " and ".join(words.get(part, part) for part in str(found.get("differs", "")).split(" and "))
-        return (
-            f"{self.code}: task {self._task!r}: idempotency_key {shown(self._key)} belongs to run "
-            f"{found.get('execution_id')}, which was submitted with other {differs}; repeat the same call, or use "
-            "another key"
-        )
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -149,8 +129,21 @@ class Call(Generic[Value]):
     def _refusal(self, refused: EngineError) -> EngineError:
         """Return the error of this call, with the name of the task and the key as the user wrote it."""
         if refused.code == "idempotency_conflict" and self._key is not None:
-            return _KeyConflict(refused.detail, self._task.name, self._key)
+            return _key_conflict(refused.detail, self._task.name, self._key)
         return refused
+
+
+def _key_conflict(detail: Detail, task: str, key: str) -> ConflictError:
+    """Return the error of a key that belongs to a run with other arguments or options."""
+    found = detail if isinstance(detail, Mapping) else {}
+    words = {"payload": "arguments", "policy": "options (retries, backoff, timeout, deadline or capabilities)"}
+    differs = " and ".join(words.get(part, part) for part in str(found.get("differs", "")).split(" and "))
+    return ConflictError(
+        "idempotency_conflict",
+        {**found, "idempotency_key": key},
+        f"task {task!r}: idempotency_key {shown(key)} belongs to run {found.get('execution_id')}, which was submitted "
+        f"with other {differs}; repeat the same call, or use another key",
+    )
 
 
 class Task(Generic[Called, Params, Returned]):
@@ -197,7 +190,19 @@ class Task(Generic[Called, Params, Returned]):
         return self._options.get("lane", self._fabric.lane)
 
     def options(self, **options: Unpack[SubmitOptions]) -> Self:
-        """Return the same task with some options changed: `await add.options(priority=5).submit(1, 2)`."""
+        """Return the same task with some options changed: `await add.options(priority=5).submit(1, 2)`.
+
+        lane: the lane to submit to
+        priority: executions with a higher priority are claimed first
+        retries: how many times a failed attempt is retried
+        backoff: the pause before a retry
+        timeout: how long one attempt may take
+        deadline: how long the run may take from its submission to its end
+        delay: how long to wait before the run may be claimed
+        capabilities: what a worker must offer to run it
+        idempotency_key: submit once, a repeat with the same key returns the first run
+        tags: labels with namespaced keys
+        """
         given = _checked(options, SubmitOptions)
         return type(self)(self._fabric, self.name, self._handler, {**self._options, **given})
 
@@ -242,6 +247,10 @@ class Task(Generic[Called, Params, Returned]):
         Returns the runs in the order of the calls. A thousand calls share one statement. Raises NotAllSubmitted if some
         calls are refused; the others are submitted.
         """
+        if isinstance(calls, Call):
+            raise TypeError(
+                f"submit_many: expected a list of calls, got one call; write {self.name}.submit_many([call])"
+            )
         bound = [self._checked_call(call) for call in calls]
         answers: list[Run[Any] | EngineError] = []
         for begin in range(0, len(bound), MAX_BATCH):
@@ -347,22 +356,40 @@ class TaskDecorator:
         if not functions:
             return TaskDecorator(self._fabric, cast(TaskOptions, {**self._options, **options}))
         (function,) = functions
-        if not callable(function):
-            raise TypeError(
-                f"@fabric.task: expected a function, got {shown(function)}; name the options, such as "
-                "@fabric.task(retries=3)"
-            )
+        _check_function(function)
         submit_options = self._options.copy()
         name = check_text(submit_options.pop("name", function.__name__), "name")
+        if not name:
+            raise error("invalid_input", "name: must not be empty; leave it out to use the name of the function")
         return self._fabric._add(Task(self._fabric, name, Handler(function, task=name), submit_options))
+
+
+def _check_function(function: object) -> None:
+    """Raise TypeError for a value that cannot be a task."""
+    if isinstance(function, Task):
+        raise TypeError(f"@fabric.task: {function.name!r} is already a task; decorate the function once")
+    plain = function.__func__ if isinstance(function, classmethod) else function
+    if not callable(plain):
+        raise TypeError(
+            f"@fabric.task: expected a function, got {shown(function)}; name the options, such as "
+            "@fabric.task(retries=3)"
+        )
+    if isinstance(plain, type):
+        raise TypeError(
+            f"@fabric.task: {plain.__name__!r} is a class, and tasks are functions; decorate a function that uses it"
+        )
+    first = next(iter(inspect.signature(plain).parameters.values()), None)
+    if first is not None and first.name in ("self", "cls") and first.annotation is inspect.Parameter.empty:
+        raise TypeError(
+            f"@fabric.task: {getattr(plain, '__qualname__', None)!r} is a method, and tasks are functions: no worker "
+            f"has its {first.name!r}; move it out of the class, or declare it as a function inside a function that has "
+            "the object"
+        )
 
 
 def _checked(options: Options, known: type[Options]) -> Options:
     """Return the options if all of them are known, with capabilities that can be read more than once."""
-    if unknown := options.keys() - known.__annotations__.keys():
-        raise TypeError(
-            f"no such option: {', '.join(sorted(unknown))}; the options are: {', '.join(sorted(known.__annotations__))}"
-        )
+    check_options(options, known.__annotations__)
     if options.get("capabilities") is None:
         return options
     return cast(Options, {**options, "capabilities": check_items(options["capabilities"], "capabilities")})

@@ -11,15 +11,15 @@ Duration = float | timedelta
 """Seconds or a timedelta."""
 
 
-def milliseconds(given: object, name: str, *, least: int = 0, most: int = MAX_MS, code: str = "invalid_input") -> int:
-    """Return a duration in milliseconds; one that is out of range raises the error `code`."""
+def milliseconds(given: object, name: str, *, least: int = 0, most: int = MAX_MS, advice: str = "") -> int:
+    """Return a duration in milliseconds; one that is out of range is refused, with the advice if it is too short."""
     seconds = given.total_seconds() if isinstance(given, timedelta) else given
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         raise error("invalid_input", f"{name}: expected seconds or a timedelta, got {shown(given)}")
     if seconds > most / 1000:
-        raise error(code, f"{name}: must be at most {most // 1000} seconds, got {shown(given)}")
+        raise error("invalid_input", f"{name}: must be at most {most // 1000} seconds, got {shown(given)}")
     duration = round(seconds * 1000)
     if seconds < 0 or duration < least:
-        rule = f"at least {least / 1000} seconds; leave it out for none" if least else "0 seconds or more"
-        raise error(code, f"{name}: must be {rule}, got {shown(given)}")
+        rule = f"at least {least / 1000} seconds" if least else "0 seconds or more"
+        raise error("invalid_input", f"{name}: must be {rule}, got {shown(given)}{advice}")
     return duration

@@ -114,6 +114,16 @@ class ConflictError(EngineError):
 
     category = "conflict"
 
+    def __init__(self, code: str, detail: Detail = None, text: str | None = None) -> None:
+        """Create an error; the text replaces the detail in the message."""
+        super().__init__(code, detail)
+        self.args = (code, detail, text)
+        self._text = text
+
+    def __str__(self) -> str:
+        """Return `<code>: <text>`, or `<code>: <detail>` without a text."""
+        return super().__str__() if self._text is None else f"{self.code}: {self._text}"
+
 
 class StateError(EngineError):
     """The state of the execution does not allow the call."""

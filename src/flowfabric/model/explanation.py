@@ -283,7 +283,7 @@ def _failure(failure: LastFailure | None) -> str:
     if failure is None:
         return ""
     category = "" if failure.category is None else f" ({shorten(failure.category)})"
-    return f", after attempt {failure.attempt_index} failed: {shorten(failure.reason or 'no reason')}{category}"
+    return f", after attempt {failure.attempt_index + 1} failed: {shorten(failure.reason or 'no reason')}{category}"
 
 
 def _awaited(waitpoints: Sequence[OpenWaitpoint]) -> str:
@@ -303,7 +303,7 @@ def _signal_phrase(waitpoint: OpenWaitpoint) -> str:
 
 def _worker(reason: RunningReason | LeaseLostReason) -> str:
     worker = "a worker" if reason.worker_instance_id is None else f"worker {_quoted(reason.worker_instance_id)}"
-    return f"{worker} in attempt {reason.attempt_index}"
+    return f"{worker} in attempt {reason.attempt_index + 1}"
 
 
 def _listed(texts: Sequence[str], joint: str) -> str:

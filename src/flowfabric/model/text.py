@@ -1,7 +1,8 @@
 """Checks of arguments, and conversions of text for storage and for messages."""
 
+import difflib
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
@@ -83,6 +84,19 @@ def check_items(value: object, field: str) -> tuple[object, ...]:
 def word_of(words: type[Word], value: object) -> Word | None:
     """Return the member of an enum that equals the value, or None."""
     return next((word for word in words if word == value), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return `; did you mean <name>?` for the known name that is most like this one, or nothing."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def check_options(given: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError if one of the names is not an option."""
+    if unknown := sorted(set(given) - set(known)):
+        hint = did_you_mean(unknown[0], known)
+        raise TypeError(f"no such option: {', '.join(unknown)}; the options are: {', '.join(sorted(known))}{hint}")
 
 
 def storable(text: str) -> str:

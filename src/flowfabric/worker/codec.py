@@ -6,6 +6,7 @@ know. A value that would not decode to an equal one is refused.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from functools import lru_cache, partial
@@ -24,6 +25,9 @@ _SECRETS = (pydantic.SecretStr, pydantic.SecretBytes, pydantic.Secret)
 
 _BYTES = pydantic.ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 _BYTES_ADVICE = "; set model_config = ConfigDict(ser_json_bytes='base64', val_json_bytes='base64')"
+
+
+_WRONG_TYPE = re.compile(r"Expected `[^`]*`, got `[^`]*`")
 
 
 class NotSerializable(Exception):
@@ -73,35 +77,43 @@ class Codec:
         try:
             back = self.decode(payload)
         except Exception as error:
-            return NotSerializable(f"{expected}: {reason(error)}")
+            why = reason(error)
+            # msgspec names the types once more.
+            return NotSerializable(expected if _WRONG_TYPE.fullmatch(why) else f"{expected}: {why}")
+        if self.annotation in (Any, object):
+            return NotSerializable(
+                f"{_described(value)} would come back as {_described(back)}; annotate it with its type"
+            )
         return NotSerializable(
             f"{expected}, which would come back as {_described(back)}; {self._cure(value, back, verb)}"
         )
 
     def _cure(self, value: object, back: object, verb: str) -> str:
-        if self.annotation in (Any, object):
-            return "annotate it with its type"
         if type(value) is not type(back):
             union = "; models of a union need a Literal field that tells them apart"
             cure = f"{verb} a {type(back).__name__} or annotate it as {type(value).__name__}"
             return cure + union if isinstance(value, pydantic.BaseModel) else cure
         if shown(value) == shown(back):
             return f"the two are not equal: give {type(value).__name__} an __eq__ that compares its values"
+        if (items := _different_items(value, back)) is not None:
+            given, expected = (type(item).__name__ for item in items)
+            return f"{verb} {expected} objects in it or annotate its contents as {given}"
         return "annotate its contents with types that JSON can represent"
 
 
 def codec_of(annotation: Any) -> Codec:
     """Return the codec of an annotation; NotSerializable if there is none, NameError if a name is not defined yet."""
-    _refuse_secrets(_mentioned(annotation))
+    _refuse_unstorable(types_in(annotation))
     decoder: msgspec.json.Decoder[Any] | None = None
     foreign: tuple[Any, ...] = ()
     fault: Exception
     try:
         decoder = decoder_of(annotation)
         foreign = tuple(_foreign_types(annotation))
+        _refuse_unstorable(foreign)
         if not foreign and not _has_foreign_metadata(annotation):
             return Codec(annotation, annotation, encode, decoder.decode)
-    except NameError:
+    except (NameError, NotSerializable):
         raise
     except Exception as error:
         fault = error
@@ -161,7 +173,7 @@ def _adapter(kind: Any) -> "pydantic.TypeAdapter[Any]":
     adapter.rebuild(raise_errors=True)
     classes = [leaf for leaf in _leaves(adapter.core_schema) if isinstance(leaf, type)]
     fields = (f.annotation for c in classes if issubclass(c, pydantic.BaseModel) for f in c.model_fields.values())
-    _refuse_secrets(part for found in (*classes, *fields) for part in _mentioned(found))
+    _refuse_unstorable(part for found in (*classes, *fields) for part in types_in(found))
     return adapter
 
 
@@ -180,26 +192,28 @@ def _hooked_loads(kind: Any) -> Callable[[bytes], Any]:
     return _loads(_adapter(kind))
 
 
-def _refuse_secrets(types: Iterable[Any]) -> None:
+def _refuse_unstorable(types: Iterable[Any]) -> None:
     for kind in types:
+        if kind is Callable:
+            raise NotSerializable("a Callable cannot be stored as JSON; pass the name the function can be looked up by")
         if isinstance(kind, type) and issubclass(kind, _SECRETS):
             raise NotSerializable(
                 f"a {kind.__name__} is a secret, and a secret is never stored; pass the name it can be looked up by"
             )
 
 
-def _mentioned(annotation: Any) -> Iterator[Any]:
+def types_in(annotation: Any) -> Iterator[Any]:
     """Yield every type that an annotation names."""
     yield annotation
     yield get_origin(annotation)
     for part in get_args(annotation):
-        yield from _mentioned(part)
+        yield from types_in(part)
 
 
 def _has_foreign_metadata(annotation: Any) -> bool:
     return any(
         not isinstance(note, msgspec.Meta)
-        for part in _mentioned(annotation)
+        for part in types_in(annotation)
         if get_origin(part) is Annotated
         for note in part.__metadata__
     )
@@ -256,6 +270,20 @@ def reason(error: BaseException) -> str:
 def _encoding_fault(error: Exception) -> str:
     text = f": {reason(error)}"
     return text + _BYTES_ADVICE if "invalid utf-8" in text else text
+
+
+def _different_items(value: object, back: object) -> tuple[object, object] | None:
+    """Return the first item of a collection that came back as another type, and what came back."""
+    pairs: list[tuple[object, object]] = [(value, back)]
+    while pairs:
+        given, found = pairs.pop()
+        if type(given) is not type(found):
+            return given, found
+        if isinstance(given, list | tuple) and isinstance(found, list | tuple):
+            pairs += reversed(list(zip(given, found, strict=False)))
+        elif isinstance(given, dict) and isinstance(found, dict):
+            pairs += reversed([(item, found[key]) for key, item in given.items() if key in found])
+    return None
 
 
 def _described(value: object) -> str:

@@ -16,7 +16,7 @@ from flowfabric.model.signal import ResumeSignal
 from flowfabric.model.states import AttemptType, TimeoutBehavior
 from flowfabric.model.suspend_outcome import SuspendOutcome
 from flowfabric.model.suspension import SuspendArgs, SuspendDetails, Suspended
-from flowfabric.model.text import shown
+from flowfabric.model.text import check_range, shown
 from flowfabric.model.waitpoint import PendingWaitpoint
 from flowfabric.worker.callback import Callback
 from flowfabric.worker.codec import codec_of, name_of, reason
@@ -156,7 +156,9 @@ class Context:
         return running.lost is None and not running.is_dropped and running.failures < UNHEALTHY_FAILURES
 
     async def progress(self, percent: int | None = None, message: str | None = None) -> None:
-        """Report progress, shown by `run.status()`; a value that is left out stays as it was."""
+        """Report progress, from 0 to 100 percent, shown by `run.status()`; a value that is left out stays as it was."""
+        if percent is not None:
+            check_range(percent, "percent", 0, 100)
         handle = self._running.claimed.handle
         await self._answer(lambda: self._engine.progress(handle, percent=percent, message=message))
 
@@ -263,15 +265,16 @@ class Context:
             if default is not _NO_DEFAULT:
                 return default
             if any(map(is_timeout, signals)):
-                raise WaitTimeout(f"no signal {name!r} arrived within {timeout} seconds")
+                within = "in time" if timeout is None else f"within {milliseconds(timeout, 'timeout') / 1000:g} s"
+                raise WaitTimeout(f"no signal {name!r} arrived {within}")
             raise NoSignal(f"the wait for signal {name!r} was ended without one; pass default= to go on with a value")
         try:
             return codec.decode(b"null" if received.payload is None else received.payload)
         except Exception as refused:
+            sender = f" from {shown(received.source_identity)}" if received.source_identity else ""
             raise error(
                 "invalid_input",
-                f"signal {name!r} from {shown(received.source_identity)}: the payload is not of type {name_of(kind)}: "
-                f"{reason(refused)}",
+                f"signal {name!r}{sender}: the payload is not of type {name_of(kind)}: {reason(refused)}",
             ) from None
 
     async def _signals_of(

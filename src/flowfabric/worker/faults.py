@@ -44,6 +44,7 @@ _LOSSES: Final = {
     LostReason.UNKNOWN: "its lease is lost",
 }
 _ASKED_FOR: Final = frozenset({LostReason.COMPLETED, LostReason.FAILED, LostReason.RETRY, LostReason.RETRY_NOW})
+_EXPIRIES: Final = frozenset({LostReason.TIMEOUT_EXPIRED, LostReason.DEADLINE_EXPIRED})
 _FAULTS: Final = frozenset({"resource_exhausted", "bug"})
 _UNANSWERED: Final = frozenset({TransportKind.TRANSPORT, TransportKind.TIMEOUT})
 
@@ -76,6 +77,14 @@ def is_cancel(reason: Exception | LostReason) -> bool:
         return reason is LostReason.CANCELLED
     detail = reason.detail if isinstance(reason, EngineError) else None
     return isinstance(detail, Mapping) and detail.get("terminal_outcome") == TerminalOutcome.CANCELLED
+
+
+def is_expiry(reason: Exception | LostReason) -> bool:
+    """Whether a lease is lost because its execution has expired for good."""
+    if isinstance(reason, LostReason):
+        return reason in _EXPIRIES
+    detail = reason.detail if isinstance(reason, EngineError) else None
+    return isinstance(detail, Mapping) and detail.get("terminal_outcome") == TerminalOutcome.EXPIRED
 
 
 def loss_log_level(reason: Exception | LostReason) -> int:

@@ -14,11 +14,12 @@ import msgspec
 from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.text import shown
 from flowfabric.worker.canonical import canonical
-from flowfabric.worker.codec import Codec, NotSerializable, codec_of, decoder_of, encode, name_of, reason
+from flowfabric.worker.codec import Codec, NotSerializable, codec_of, decoder_of, encode, name_of, reason, types_in
 from flowfabric.worker.context import Context
 
 _BY_NAME = frozenset({Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY})
 _BY_POSITION = frozenset({Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD})
+_CONTEXT_NAMES = frozenset({"ctx", "context"})
 _NO_ARGUMENTS: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})
 
 
@@ -92,6 +93,10 @@ class Handler:
         parameters = signature.parameters.values()
         context = next((each for each in parameters if each.annotation is Context), None)
         called = [each for each in parameters if each is not context]
+        for each in called:
+            if any(kind is Context for kind in types_in(each.annotation)):
+                got = f"{context.name!r} is one already" if context else f"this one is {name_of(each.annotation)}"
+                raise self._invalid(f"parameter {each.name!r}", f"annotate one parameter exactly `Context`; {got}")
         codecs = tuple(self._codec(_field_type(each), f"parameter {each.name!r}") for each in called)
         fields = [
             (each.name, codec.field) if _is_required(each) else (each.name, codec.field, msgspec.UNSET)
@@ -199,12 +204,24 @@ class Handler:
         if not any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
             unknown = ", ".join(repr(name) for name in kwargs if name not in parameters)
             if unknown:
-                known = ", ".join(shape.names) or "none"
-                raise TypeError(f"task {self.name!r}: no such argument: {unknown}; its arguments are: {known}")
+                raise TypeError(
+                    f"task {self.name!r}: no such argument: {unknown}; its arguments are: {_listed(shape.names)}"
+                )
         try:
             return shape.call.bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise TypeError(f"task {self.name!r}: {error}") from None
+            raise TypeError(f"task {self.name!r}: {self._misfit(args, error)}") from None
+
+    def _misfit(self, args: Sequence[object], error: TypeError) -> str:
+        """Return why arguments do not fit the function, and what to write."""
+        shape = self.shape
+        allowed = sum(each.kind in _BY_POSITION for each in shape.call.parameters.values())
+        if len(args) > allowed and str(error) == "too many positional arguments":
+            return f"takes {allowed} positional arguments, got {len(args)}; its arguments are: {_listed(shape.names)}"
+        for name in _CONTEXT_NAMES & shape.required:
+            if shape.context is None and shape.call.parameters[name].annotation is Parameter.empty:
+                return f"{error}; parameter {name!r} has no annotation: write `{name}: Context` to get the context"
+        return str(error)
 
     def _with_raw(self, given: Mapping[str, object]) -> dict[str, object]:
         shape, fields = self.shape, dict(given)
@@ -219,7 +236,9 @@ class Handler:
                 if name in given:
                     codec.checked(given[name])
             except NotSerializable as refused:
-                return self._invalid(f"parameter {name!r}", refused)
+                is_bare = self.shape.call.parameters[name].annotation is Parameter.empty
+                part = f"parameter {name!r}, which has no annotation" if is_bare else f"parameter {name!r}"
+                return self._invalid(part, refused)
         return self._invalid("arguments", f"{shown(dict(given))} cannot be stored as JSON")
 
     def _without_raw(self, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -292,6 +311,10 @@ class Handler:
                 f"task {self.name!r}: the stored result cannot be read as {name_of(shape.result.annotation)}: "
                 f"{reason(error)}; it may have been stored by another version of the task",
             ) from None
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
 
 
 def _is_required(parameter: Parameter) -> bool:

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 
-from flowfabric.model.states import AttemptType
+from flowfabric.model.states import HandleKind
 from flowfabric.worker.heartbeat import Registration
 from flowfabric.worker.logs import log_about
 from flowfabric.worker.running import Running
@@ -29,13 +29,26 @@ def log_worker_start(worker: Registration, concurrency: int) -> None:
 
 def log_run_start(running: Running) -> None:
     """Log that a run begins; as a warning if its last attempt lost its lease."""
-    # After a wait, the same attempt continues.
-    if running.claimed.attempt_type is AttemptType.RECLAIM and not running.claimed.has_waited:
+    # Not by the type of the attempt: the same attempt continues after a wait, and after it was handed back.
+    if running.claimed.handle.kind is HandleKind.RECLAIMED:
         logger.warning(
             "%s is reclaimed as attempt %d: attempt %d lost its lease", running, running.attempt, running.attempt - 1
         )
     else:
         logger.debug("%s begins, attempt %d", running, running.attempt)
+
+
+def log_stop(running: Running, level: int, why: str) -> None:
+    """Log that a run is stopped before its handler has returned, and why."""
+    text = "%s is stopped: %s"
+    if running.is_in_thread:
+        text = "%s is abandoned: %s; its thread cannot be stopped, and its result will be discarded"
+    log_about(running.claimed, logger, level, text, running, why)
+
+
+def log_expired(running: Running) -> None:
+    """Log that the execution of a run has expired."""
+    log_about(running.claimed, logger, logging.ERROR, "%s has expired for good", running)
 
 
 class Drain:
@@ -83,7 +96,7 @@ class Drain:
         left = f", {len(self._held)} left until their leases expire" if self._held else ""
         seconds = time.monotonic() - self.began
         logger.info(
-            "worker %s has stopped after %.1f s: %d finished, %d handed back%s",
+            "worker %s has stopped after %.1f s: %d finished while it stopped, %d handed back%s",
             self._worker,
             seconds,
             finished,

@@ -89,15 +89,18 @@ def add_fields_to_records() -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Appends the task, the attempt and, unless the text has it, the execution id to the lines of a run."""
+    """Appends the attempt to the lines of a run, and the task and the execution id unless the text has them."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
         execution_id = getattr(record, "ff_execution_id", None)
         if execution_id is None:
             return line
-        named = "" if execution_id in record.message else f" execution_id={execution_id}"
-        return f"{line} [task={record.__dict__['ff_task']} attempt={record.__dict__['ff_attempt']}{named}]"
+        task = record.__dict__["ff_task"]
+        # The worker writes a run as `<execution id> (<task>)`.
+        named = "" if f"{execution_id} ({task})" in record.message else f"task={task} "
+        run = "" if execution_id in record.message else f" execution_id={execution_id}"
+        return f"{line} [{named}attempt={record.__dict__['ff_attempt']}{run}]"
 
 
 def log_to_stderr_if_unconfigured() -> None:

@@ -41,6 +41,13 @@ def is_handler(value: object) -> bool:
     return isinstance(value, Handler) or callable(value)
 
 
+def check_flag(name: str, value: object) -> bool:
+    """Return the value if it is True or False."""
+    if not isinstance(value, bool):
+        raise error("invalid_input", f"{name}: must be True or False, got {shown(value)}")
+    return value
+
+
 def check_count(name: str, value: object) -> None:
     """Refuse a value that is not a whole number of at least 1."""
     if type(value) is not int or value < 1:

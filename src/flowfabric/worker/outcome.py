@@ -2,7 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -65,7 +66,7 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
         if handler.is_async:
             result = await handler.function(*args, **kwargs)
         else:
-            result = await threads.run(handler.function, args, kwargs)
+            result = await threads.run(_call_in_thread, (running, handler.function, args, kwargs), {})
             if inspect.isawaitable(result):
                 result = await result
     except KeyboardInterrupt:
@@ -82,6 +83,16 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
         return _failure(reason, None, error, FailureClass.PERMANENT, is_logged=False)
 
 
+def _call_in_thread(
+    running: Running, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    running.is_in_thread = True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        running.is_in_thread = False
+
+
 def _outcome_of_error(running: Running, error: BaseException) -> Outcome:
     task = running.task
     # Cancelled by the worker. A CancelledError from something that the handler awaited is a failure.
@@ -92,6 +103,10 @@ def _outcome_of_error(running: Running, error: BaseException) -> Outcome:
             return _failure(_chain(error), None, error, FailureClass.PERMANENT)
         case Exception() | asyncio.CancelledError():
             return _failure(_chain(error), HANDLER_ERROR, error)
+        case SystemExit():
+            return _failure(
+                f"handler panicked: {_chain(error)} (sys.exit ends the attempt, not the worker)", HANDLER_PANIC, error
+            )
         case _:
             return _failure(f"handler panicked: {_chain(error)}", HANDLER_PANIC, error)
 
@@ -141,8 +156,11 @@ def _text_of(error: BaseException) -> str:
 def _links(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and its causes, as a traceback shows them."""
     seen: set[int] = set()
+    shown: BaseException | None = None
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        yield link
+        # The cancellation inside `asyncio.timeout` is how it works, not why the handler failed.
+        if not (isinstance(link, asyncio.CancelledError) and isinstance(shown, TimeoutError)):
+            yield (shown := link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

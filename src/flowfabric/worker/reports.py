@@ -13,6 +13,7 @@ from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureReason
 from flowfabric.model.lease import AlreadyTerminal, Completed, Expired, NotYetDue, RetryScheduled, TerminalFailed
+from flowfabric.model.states import PublicState
 from flowfabric.pauses import pauses
 from flowfabric.tasks import create_shared_task
 from flowfabric.worker.faults import (
@@ -20,9 +21,11 @@ from flowfabric.worker.faults import (
     StoreHealth,
     is_bad_input,
     is_cancel,
+    is_expiry,
     is_lease_lost,
     retry_log_level,
 )
+from flowfabric.worker.log_lines import log_expired
 from flowfabric.worker.logs import log_about
 from flowfabric.worker.outcome import Failure
 from flowfabric.worker.running import Running
@@ -130,12 +133,19 @@ class Reports:
             # The clock of the store decides, and it may be behind the clock of this process.
             nonlocal answer
             answer = await self._engine.expire_execution(running.execution_id, phase)
+            if isinstance(answer, AlreadyTerminal) and await self._has_expired(running):
+                # A sweep was faster.
+                answer = Expired(execution_id=running.execution_id)
             return running.lost is not None or not isinstance(answer, NotYetDue)
 
         is_deadline = phase is ExpiryPhase.EXECUTION_DEADLINE
         if await self._write(running, write, "expiry" if is_deadline else "timeout"):
             _log_expiry(running, answer)
         running.lost = running.lost or (LostReason.DEADLINE_EXPIRED if is_deadline else LostReason.ATTEMPT_TIMEOUT)
+
+    async def _has_expired(self, running: Running) -> bool:
+        info = await self._engine.read_execution_info(running.execution_id)
+        return info is not None and info.public_state is PublicState.EXPIRED
 
     def close(self) -> None:
         """Give up on what is not written yet; from now on nothing is written or retried."""
@@ -160,6 +170,8 @@ class Reports:
                     is_expected = is_cancel(error) or (has_failed and is_lease_lost(error))
                     level = logging.INFO if is_expected else logging.WARNING
                     log_about(running.claimed, logger, level, "%s: the %s was refused: %s", running, what, error)
+                    if is_expiry(error):
+                        log_expired(running)
                     return False
                 self._health.failed(error, asked_at)
                 has_failed, why = True, error
@@ -244,6 +256,8 @@ class Reports:
         if is_lease_lost(error):
             level = logging.INFO if is_cancel(error) else logging.WARNING
             log_about(running.claimed, logger, level, "%s: the result was refused: %s", running, error)
+            if is_expiry(error):
+                log_expired(running)
         elif is_bad_input(error):
             await self.fail(running, Failure(FailureReason(f"the result was refused: {error}", detail=RESULT_REFUSED)))
             return False
@@ -288,7 +302,7 @@ def _log_expiry(running: Running, answer: Expired | RetryScheduled | AlreadyTerm
             retry_at = _shown_time(delay_until)
             log_about(running.claimed, logger, logging.INFO, "%s is retried at %s", running, retry_at)
         case Expired():
-            log_about(running.claimed, logger, logging.ERROR, "%s has expired for good", running)
+            log_expired(running)
 
 
 def _log_success(running: Running) -> None:

@@ -28,6 +28,7 @@ class Running:
         "has_started",
         "is_dropped",
         "is_handed_back",
+        "is_in_thread",
         "is_stuck",
         "is_suspended",
         "is_suspending",
@@ -69,6 +70,8 @@ class Running:
         """Whether its result is discarded: it is suspended, its lease is lost, or the worker is stopping."""
         self.is_handed_back = False
         """Whether its lease is handed back once its handler has returned."""
+        self.is_in_thread = False
+        """Whether a thread executes its handler, which no cancellation stops."""
         self.is_stuck = False
         """Whether a later run of the same execution has waited for this one and timed out."""
         self.is_suspending = False

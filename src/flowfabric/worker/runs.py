@@ -11,12 +11,12 @@ from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.lease import ClaimedExecution
-from flowfabric.model.states import AttemptType
+from flowfabric.model.states import HandleKind
 from flowfabric.worker import presence
-from flowfabric.worker.faults import StoreHealth, loss_log_level, loss_text
+from flowfabric.worker.faults import StoreHealth, is_expiry, loss_log_level, loss_text
 from flowfabric.worker.handler import Handler
-from flowfabric.worker.log_lines import log_run_start
-from flowfabric.worker.logs import current_run, log_about
+from flowfabric.worker.log_lines import log_expired, log_run_start, log_stop
+from flowfabric.worker.logs import current_run
 from flowfabric.worker.outcome import Dropped, Failure, Outcome, Postponed, Success, outcome_of
 from flowfabric.worker.reports import Reports
 from flowfabric.worker.running import Running
@@ -75,8 +75,9 @@ class Runs:
         """Stop a handler whose lease is lost; if it has returned or is suspending, the store refuses its report."""
         running.lost = running.lost or LostReason.RECLAIMED
         if not running.has_ended and not running.is_suspending and not running.is_dropped:
-            level, why = loss_log_level(running.lost), loss_text(running.lost)
-            log_about(running.claimed, logger, level, "%s is stopped: %s", running, why)
+            log_stop(running, loss_log_level(running.lost), loss_text(running.lost))
+            if is_expiry(running.lost):
+                log_expired(running)
             running.stop()
 
     def lose_leases(self, leases: Iterable[LostLease]) -> None:
@@ -132,7 +133,7 @@ class Runs:
         if not running.is_dropped:
             running.has_started = True
             handler = self._handlers[claimed.execution_kind]
-            if claimed.attempt_type is AttemptType.RECLAIM or logger.isEnabledFor(logging.DEBUG):
+            if claimed.handle.kind is HandleKind.RECLAIMED or logger.isEnabledFor(logging.DEBUG):
                 log_run_start(running)
             if running.earlier is None:
                 outcome = await outcome_of(running, handler, self._engine, self._threads)

@@ -6,11 +6,9 @@ import math
 
 from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.model.lease import ClaimedExecution
-from flowfabric.worker.logs import log_about
+from flowfabric.worker.log_lines import log_stop
 from flowfabric.worker.reports import Reports
 from flowfabric.worker.running import Running
-
-logger = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 0.1
 """How long a timeout is postponed while its run is suspending."""
@@ -43,7 +41,7 @@ class TimeLimits:
         limit = "execution deadline"
         if phase is ExpiryPhase.ATTEMPT_TIMEOUT:
             limit = f"attempt timeout of {running.claimed.attempt_timeout_ms} ms"
-        log_about(running.claimed, logger, logging.WARNING, "%s is stopped: its %s has passed", running, limit)
+        log_stop(running, logging.WARNING, f"its {limit} has passed")
         running.stop()
         running.expiry = asyncio.create_task(self._reports.expire(running, phase))
 

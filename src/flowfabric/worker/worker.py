@@ -32,7 +32,7 @@ from flowfabric.worker.heartbeat import Heartbeat, Registration
 from flowfabric.worker.interrupts import calling_on_interrupts
 from flowfabric.worker.log_lines import Drain, log_worker_start
 from flowfabric.worker.logs import add_fields_to_records
-from flowfabric.worker.options import check_count, is_handler
+from flowfabric.worker.options import check_count, check_flag, is_handler
 from flowfabric.worker.runs import Runs
 
 logger = logging.getLogger(__name__)
@@ -96,10 +96,10 @@ class Worker:
                 f"handlers: expected functions by kind, such as {{'greet': greet}}, got {shown(handlers)}",
             )
         host = "".join(char for char in socket.gethostname() if char.isprintable() and char != " ") or "worker"
-        self.worker_id = check_worker_id(worker_id or host, "worker_id")
-        self.worker_instance_id = check_worker_id(
-            worker_instance_id or f"{self.worker_id[:200]}-{os.getpid()}-{secrets.token_hex(4)}", "worker_instance_id"
-        )
+        self.worker_id = check_worker_id(host if worker_id is None else worker_id, "worker_id")
+        if worker_instance_id is None:
+            worker_instance_id = f"{self.worker_id[:200]}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.worker_instance_id = check_worker_id(worker_instance_id, "worker_instance_id")
         self.capabilities = check_capabilities(check_items(capabilities, "capabilities"))
         self._engine = engine
         self._parts = parts_of(engine)
@@ -111,7 +111,7 @@ class Worker:
         self._lease_ttl_ms = lease_ttl_ms
         self._poll_seconds = milliseconds(poll_interval, "poll_interval", least=1) / 1000
         self._drain_seconds = milliseconds(drain, "drain") / 1000
-        self._reconcile = reconcile
+        self._reconcile = check_flag("reconcile", reconcile)
         self._registration = Registration(
             worker_id=self.worker_id,
             worker_instance_id=self.worker_instance_id,

@@ -21,7 +21,7 @@ async def test_a_draining_or_disabled_lane_refuses_submissions(engine: Engine, g
             for create in CREATES.values():
                 for named in ({}, {"idempotency_key": "k"}, {"execution_id": own_id(0)}):
                     submitted = create(engine, **new(**named))
-                    await refused(submitted, "invalid_input", "lane 'default' accepts no submissions")
+                    await refused(submitted, "invalid_input", f"lane 'default' accepts no submissions: it is {state};")
                 both = new(execution_id=own_id(0), idempotency_key="k")
                 await refused(create(engine, **both), "invalid_input", "lane_id")
 

@@ -93,7 +93,11 @@ async def test_wrong_arguments_of_renewals_and_progress_are_refused(engine: Engi
         await refused(engine.renew_many([handle] * 1001), "invalid_input", "must have 1 to 1000 items, got 1001")
         percents: tuple[Any, ...] = (-1, 256, 1.5, "5", True)
         for percent in percents:
-            await refused(engine.progress(handle, percent=percent), "invalid_input", "percent: expected 0 to 255")
+            await refused(
+                engine.progress(handle, percent=percent),
+                "invalid_input",
+                "percent: must be a whole number from 0 to 255, got ",
+            )
         for message in ("\0", "\ud800", 5):
             await refused(engine.progress(handle, message=message), "invalid_input", "message")  # type: ignore[arg-type]
 

@@ -178,7 +178,7 @@ async def test_a_retry_is_explained_with_the_failure_before_it(explain: Explain,
     found = await explain(handle.execution_id)
     failure = LastFailure(attempt_index=0, reason="no luck", category="transient")
     assert found.reasons == (DelayedReason(until=until, cause="retry_backoff", last_failure=failure),)
-    failed = "after attempt 0 failed: no luck (transient)"
+    failed = "after attempt 1 failed: no luck (transient)"
     assert found.summary == f"delayed until {shown(until)} for its next attempt, {failed}"
 
 
@@ -331,7 +331,7 @@ async def test_a_running_execution_is_explained_with_its_worker_and_lease(
     expires_at = await clock.now() + 30_000
     found = await explain((await given.claimed()).execution_id)
     assert found.reasons == (lease(RunningReason, expires_at),)
-    assert found.summary == f"active on worker 'worker-1' in attempt 0, leased until {shown(expires_at)}"
+    assert found.summary == f"active on worker 'worker-1' in attempt 1, leased until {shown(expires_at)}"
     handle = await given.claimed(policy={"max_reclaim_count": 7})
     assert (await explain(handle.execution_id)).reasons == (lease(RunningReason, expires_at, reclaim_cap=7),)
 
@@ -345,7 +345,7 @@ async def test_an_expired_lease_is_lost_and_is_queued_once_it_is_marked(
     await parts_of(engine).lease_expiry.mark_expired([handle.execution_id])
     found = await explain(handle.execution_id)
     assert found.reasons == (lease(LeaseLostReason, expires_at), NEXT)
-    lost = "lease lost by worker 'worker-1' in attempt 0, reclaimed 0 of at most 1000 times"
+    lost = "lease lost by worker 'worker-1' in attempt 1, reclaimed 0 of at most 1000 times"
     assert found.summary == f"active: {lost}; 0 ahead of it on lane 'default'"
     again = await given.claim(worker="other")
     (reason,) = (await explain(again.execution_id)).reasons

@@ -1,6 +1,7 @@
 """Lists of executions: every filter, both orders, and pages that neither repeat nor skip an execution."""
 
 import random
+from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -12,6 +13,7 @@ from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import listing
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.execution import ExecutionPage, ExecutionSummary
 from flowfabric.model.states import PublicState
 
@@ -128,6 +130,12 @@ async def test_long_tags_are_compared_whole(engine: Engine, given: Given) -> Non
     one = await given.created(tags={"a.b": long + "1"})
     await given.created(tags={"a.b": long + "2"})
     assert await listed(engine, tag=("a.b", long + "1")) == [one]
+
+
+async def test_a_datetime_is_refused_with_the_milliseconds_to_write(engine: Engine) -> None:
+    text = r"created_after: expected milliseconds since the epoch, got datetime.*; write int\(t.*, here 1767225600000$"
+    with pytest.raises(InvalidInputError, match=text):
+        await engine.list_executions(created_after=datetime(2026, 1, 1, tzinfo=UTC))  # type: ignore[arg-type]
 
 
 async def test_time_ranges_include_the_start_and_exclude_the_end(engine: Engine, given: Given, clock: Clock) -> None:

@@ -248,7 +248,7 @@ class Create:
         shape, uuids, tags = items.shape, items.uuids, items.tags
         tag_ids = [uuid for uuid, own in zip(uuids, tags, strict=True) if own for _ in own]
         instance_tag = self._store.rules.instance_tag
-        ((first_place, is_accepted),) = await self._store.database.fetch(
+        ((first_place, refused_by),) = await self._store.database.fetch(
             SQL.insert_alike,
             {
                 **{name: value for name, value in shape.columns.items() if name != KIND_COLUMN},
@@ -264,8 +264,8 @@ class Create:
                 "tag_values": short_column([value for own in tags if own for value in own.values()]),
             },
         )
-        if not is_accepted:
-            return [_refusal(shape) for _ in uuids]
+        if refused_by is not None:
+            return [_refusal(shape, refused_by) for _ in uuids]
         # Each priority has its own watermark.
         number = first_place & (1 << BAND_BITS) - 1
         firsts = [(MAX_PRIORITY - priority) << BAND_BITS | number for priority in set(items.priorities)]
@@ -337,7 +337,7 @@ class Create:
         judged = 0
         work: list[Work] = []
         undecided: list[int] = []
-        for nth, lane_no, route_no, queue_no, place, created, is_new, lane_accepts, due_in_ms in rows:
+        for nth, lane_no, route_no, queue_no, place, created, is_new, lane_accepts, due_in_ms, refused_by in rows:
             if nth == 0:
                 judged += created
                 work.append(Work(self._store.lane_id(lane_no), route_no, queue_no, place))
@@ -352,7 +352,7 @@ class Create:
             else:
                 undecided.append(nth - 1)
                 if not lane_accepts:
-                    answers[nth - 1] = _refusal(item.shape)
+                    answers[nth - 1] = _refusal(item.shape, refused_by)
         if judged != len(items):
             raise error("internal", f"insert_executions: {len(items)} items given, {judged} verdicts returned")
         wakeups.work(work)
@@ -372,9 +372,8 @@ def _input_limits(payloads: Sequence[bytes]) -> dict[str, object]:
     }
 
 
-def _refusal(shape: Shape) -> EngineError:
+def _refusal(shape: Shape, state: str) -> EngineError:
     return error(
         "invalid_input",
-        f"lane_id: lane {shape.lane_id!r} accepts no submissions: it is draining or disabled;"
-        " set_lane_state activates it",
+        f"lane_id: lane {shape.lane_id!r} accepts no submissions: it is {state}; set_lane_state activates it",
     )

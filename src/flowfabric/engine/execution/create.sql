@@ -1,6 +1,6 @@
 -- name: insert_alike
 -- Creates executions of one shape that start at once, with generated ids, so that none can exist already. Returns the place
--- of the first, and whether their lane accepts them.
+-- of the first, and the state of their lane if it refuses them.
 -- Arrays are unnested in select lists, which avoids a copy; values that all rows share are subqueries, evaluated once.
 with clock as materialized (select ff_now() as now),
 lane_state as materialized (
@@ -54,7 +54,8 @@ tagged as (
                  unnest(:tag_values::text[]) as value) t
    where (select is_accepted from lane_state)
 )
-select places[1] as first_place, is_accepted from drawn cross join lane_state;
+select places[1] as first_place, case when not is_accepted then (select state from lane where lane_no = :lane_no) end as refused_by
+  from drawn cross join lane_state;
 
 -- name: insert_executions
 -- Creates the new executions of a batch, in input order. Returns the number created per queue, and a row for each item that
@@ -62,7 +63,7 @@ select places[1] as first_place, is_accepted from drawn cross join lane_state;
 -- Inserts keys before executions, both in sorted order, so that two batches cannot deadlock.
 -- Waits at most :patience for a key or an id that another session is inserting.
 with clock as materialized (select ff_now() as now, set_config('lock_timeout', :patience, true)),
-refusing as materialized (select lane_no from lane where state in ('draining', 'disabled')),
+refusing as materialized (select lane_no, state from lane where state in ('draining', 'disabled')),
 given as (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
          coalesce(queue_no, (:queue_nos)[1]) as queue_no, coalesce(route_no, (:route_nos)[1]) as route_no,
@@ -165,10 +166,11 @@ tagged as (
    where a.is_new and a.tags is not null
 )
 select 0 as nth, lane_no, route_no, queue_no, min(place) as place, count(*) as created, true as is_new, true as lane_accepts,
-       null as due_in_ms
+       null as due_in_ms, null as refused_by
   from answered where is_new and not is_delayed group by lane_no, route_no, queue_no
 union all
-select nth, lane_no, route_no, queue_no, place, 0, is_new, lane_accepts, delay_until - now
+select nth, lane_no, route_no, queue_no, place, 0, is_new, lane_accepts, delay_until - now,
+       case when not lane_accepts then (select r.state from refusing r where r.lane_no = answered.lane_no) end
   from answered where (not is_new or is_delayed) and (select ff_confirm());
 
 -- name: list_duplicates

@@ -1,5 +1,6 @@
 """Expiry of leases, of attempts past their timeout, and of executions past their deadline."""
 
+import logging
 from collections.abc import Sequence
 from enum import StrEnum
 from uuid import UUID
@@ -39,6 +40,8 @@ from flowfabric.model.text import check_limit, check_range, check_text, shown, w
 
 SQL = statements_beside(__file__)
 
+logger = logging.getLogger(__name__)
+
 SWEEP_LIMIT = 1000
 CLAIM_LIMIT = 50
 """The claims that one statement of the lease sweep reads."""
@@ -48,6 +51,9 @@ MAX_BLOCKED_BATCHES = 100
 """The most batches of locked claims that one sweep skips."""
 DEFAULT_LISTED = 1000
 MAX_LISTED = 10_000
+_EXPIRIES = frozenset({Move.DEADLINE_EXPIRED, Move.TIMEOUT_EXPIRED})
+MAX_LOGGED = 20
+"""How many executions the log line of a sweep names at most."""
 LATEST_TIME = 2**62 - 1
 
 
@@ -201,11 +207,15 @@ class Timeouts:
 
         lease_ends, verdicts = await self._store.transact(expire)
         await self._lease_ends.after_commit(lease_ends, verdicts)
+        _log_expired([end.execution_id for end in lease_ends if end.move in _EXPIRIES])
         return len(lease_ends)
 
     async def _expire_alone(self, execution_id: ExecutionId) -> bool:
         for phase in (ExpiryPhase.EXECUTION_DEADLINE, ExpiryPhase.ATTEMPT_TIMEOUT):
-            if isinstance(await self.expire_execution(execution_id, phase), Expired | RetryScheduled):
+            answer = await self.expire_execution(execution_id, phase)
+            if isinstance(answer, Expired):
+                _log_expired([execution_id])
+            if isinstance(answer, Expired | RetryScheduled):
                 return True
         return False
 
@@ -259,6 +269,13 @@ def _expiry(row: Record, phase: ExpiryPhase) -> LeaseEnd:
         delay_ms=delay_ms,
         lost_epoch=lost_epoch,
     )
+
+
+def _log_expired(expired: Sequence[ExecutionId]) -> None:
+    """Log which executions a sweep has expired: no worker logs those that were waiting for one."""
+    if expired:
+        more = f" and {len(expired) - MAX_LOGGED} more" if len(expired) > MAX_LOGGED else ""
+        logger.info("expired past their timeout or deadline: %s%s", ", ".join(expired[:MAX_LOGGED]), more)
 
 
 _UNMARKED = {

@@ -94,8 +94,8 @@ class Renewals:
     async def progress(self, handle: Handle, *, percent: int | None = None, message: str | None = None) -> None:
         """Store the progress of a run; an argument that is None keeps its stored value."""
         handle = usable(handle)
-        if percent is not None and (type(percent) is not int or not 0 <= percent <= 255):
-            raise error("invalid_input", f"percent: expected 0 to 255, got {percent!r}")
+        if percent is not None:
+            check_range(percent, "percent", 0, 255)
         if message is not None:
             check_text(message, "message")
         partition, uuid = split_execution_id(handle.execution_id)

@@ -9,6 +9,7 @@ import base64
 import binascii
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from uuid import UUID
 
@@ -392,6 +393,12 @@ def _check_tag(tag: object) -> tuple[str, str]:
 def _time_range(field: str, after: int | None, before: int | None) -> tuple[int, int]:
     """The first and the last millisecond from after (inclusive) to before (exclusive)."""
     for name, time in (("after", after), ("before", before)):
+        if isinstance(time, datetime):
+            raise error(
+                "invalid_input",
+                f"{field}_{name}: expected milliseconds since the epoch, got {shown(time)}; write "
+                f"int(t.timestamp() * 1000), here {int(time.timestamp() * 1000)}",
+            )
         if time is not None:
             check_range(time, f"{field}_{name}", -MAX_TIME, MAX_TIME)
     return -MAX_TIME if after is None else after, MAX_TIME if before is None else before - 1
