@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import pydantic
 import pytest
 
 from fixtures import Clock, Eventually
@@ -10,9 +11,14 @@ from flowfabric import Context, Fabric, Run, RunFailed, WaitTimeout
 from flowfabric.errors import NoSignal
 
 
+class Reviewer(pydantic.BaseModel):
+    name: str
+
+
 @dataclass
 class Verdict:
-    approved: bool
+    by: Reviewer
+    seal: bytes
 
 
 @pytest.fixture
@@ -32,9 +38,8 @@ async def test_a_wait_holds_no_worker_and_returns_the_payload_in_its_type(url: s
     fabric = Fabric(url)
 
     @fabric.task
-    async def typed(ctx: Context) -> bool:
-        verdict = await ctx.wait_for_signal("review", Verdict)
-        return verdict.approved
+    async def typed(ctx: Context) -> list[Verdict]:
+        return [await ctx.wait_for_signal("review", Verdict), await ctx.wait_for_signal("review", Verdict)]
 
     @fabric.task
     async def untyped(ctx: Context) -> Any:
@@ -61,8 +66,10 @@ async def test_a_wait_holds_no_worker_and_returns_the_payload_in_its_type(url: s
         )
         for run in (first, second, third, fourth):
             await is_waiting(run)
-        await first.signal("review", Verdict(approved=True))
-        assert await first.result(timeout=60) is True
+        verdicts = [Verdict(by=Reviewer(name="ada"), seal=seal) for seal in (b"abcd", b"\xff")]
+        for verdict in verdicts:
+            await first.signal("review", verdict)
+        assert await first.result(timeout=60) == verdicts
         await second.signal("answer", {"a": [1, None]})
         assert await second.result(timeout=60) == {"a": [1, None]}
         await third.signal("count", "many", by="ada")
