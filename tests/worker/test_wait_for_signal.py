@@ -1,7 +1,8 @@
 """Waiting for a signal in a handler that reads from top to bottom."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import pydantic
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from fixtures import Clock, Eventually
 from flowfabric import Context, Fabric, Run, RunFailed, WaitTimeout
 from flowfabric.errors import NoSignal
+
+IsWaiting: TypeAlias = Callable[[Run[Any]], Awaitable[None]]
 
 
 class Reviewer(pydantic.BaseModel):
@@ -22,7 +25,7 @@ class Verdict:
 
 
 @pytest.fixture
-def is_waiting(eventually: Eventually) -> Any:
+def is_waiting(eventually: Eventually) -> IsWaiting:
     """Wait until a run is suspended."""
 
     async def is_waiting(run: Run[Any]) -> None:
@@ -34,7 +37,7 @@ def is_waiting(eventually: Eventually) -> Any:
     return is_waiting
 
 
-async def test_a_wait_holds_no_worker_and_returns_the_payload_in_its_type(url: str, is_waiting: Any) -> None:
+async def test_a_wait_holds_no_worker_and_returns_the_payload_in_its_type(url: str, is_waiting: IsWaiting) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -81,7 +84,7 @@ async def test_a_wait_holds_no_worker_and_returns_the_payload_in_its_type(url: s
         assert await fourth.result(timeout=60) == [2, "second"]
 
 
-async def test_a_wait_without_a_signal_raises_or_returns_the_default(url: str, is_waiting: Any) -> None:
+async def test_a_wait_without_a_signal_raises_or_returns_the_default(url: str, is_waiting: IsWaiting) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -111,7 +114,7 @@ async def test_a_wait_without_a_signal_raises_or_returns_the_default(url: str, i
         assert await run.result(timeout=60) == "resumed"
 
 
-async def test_a_signal_may_arrive_after_a_month(url: str, clock: Clock, is_waiting: Any) -> None:
+async def test_a_signal_may_arrive_after_a_month(url: str, clock: Clock, is_waiting: IsWaiting) -> None:
     fabric = Fabric(url)
 
     @fabric.task
