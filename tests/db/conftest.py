@@ -14,7 +14,6 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from flowfabric.db.embedded import Embedded
 from servers import served
 
 NOBODY = 65534
@@ -69,21 +68,6 @@ def fresh_home(tmp_path: Path) -> Iterator[Path]:
     home = tmp_path / "home"
     yield home
     remove_home(home)
-
-
-@pytest.fixture(scope="session")
-def used_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    home = tmp_path_factory.mktemp("used") / "home"
-    Embedded.start(home).release()
-    yield home
-    remove_home(home)
-
-
-@pytest.fixture
-def home(used_home: Path) -> Iterator[Path]:
-    """A home that has been used before, with no server running."""
-    yield used_home
-    stop_server(used_home)
 
 
 @pytest.fixture

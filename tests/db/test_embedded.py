@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import asyncpg
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from flowfabric.db.embedded import Embedded, EmbeddedError
 from flowfabric.db.site import system_account
 
-from .conftest import NOBODY, eventually, is_alive, remove_home
+from .conftest import NOBODY, eventually, is_alive, remove_home, stop_server
 from .holders import Holders, fork_is_intended, holders
 
 IS_ROOT = os.geteuid() == 0
@@ -33,14 +34,58 @@ def processes() -> Iterator[Holders]:
         yield started
 
 
+Permissions: TypeAlias = dict[Path, tuple[int, int, int]]
+
+
+class Created(NamedTuple):
+    """A home whose cluster was created, with no server running, and the permissions of folders meanwhile."""
+
+    home: Path
+    data: Path
+    half: Path
+    before: Permissions
+    after: Permissions
+
+
 @pytest.fixture(scope="module")
-def user_cluster(used_home: Path) -> Iterator[Path]:
+def created(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Created]:
+    """A home in a private folder; a killed process had left its cluster half-created before."""
+    private = tmp_path_factory.mktemp("private")
+    private.chmod(0o700)
+    home = private / "below" / "home"
+    home.mkdir(parents=True, mode=0o700)
+    account = system_account() if IS_ROOT else None
+    half = Embedded.data_of(home).with_suffix(".new")
+    half.mkdir(parents=True, mode=0o700)
+    (half / "PG_VERSION").write_text("18\n")
+    half.parent.chmod(0o700)
+    if account is not None:
+        os.chown(half.parent, account.uid, account.gid)
+    folders = (home, half.parent, site_packages(), Path("/var/lib"))
+    before = permissions(*folders)
+    try:
+        server = Embedded.start(home)
+        after = permissions(*folders)
+        server.release()
+        yield Created(home, server.data, half, before, after)
+    finally:
+        remove_home(home)
+
+
+@pytest.fixture
+def home(created: Created) -> Iterator[Path]:
+    """A home that has been used before, with no server running."""
+    yield created.home
+    stop_server(created.home)
+
+
+@pytest.fixture(scope="module")
+def user_cluster(created: Created) -> Iterator[Path]:
     """A home with a cluster of a user who is not root, and no server running."""
     with tempfile.TemporaryDirectory(prefix="ff-") as folder:
         home = Path(folder) / "home"
         home.mkdir(mode=0o700)
-        data = Embedded.data_of(used_home)
-        subprocess.run(["cp", "-a", data, home / data.name], check=True)
+        subprocess.run(["cp", "-a", created.data, home / created.data.name], check=True)
         if IS_ROOT:
             subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", folder], check=True)
         yield home
@@ -64,7 +109,7 @@ async def ask(url: str, query: str) -> object:
         await connection.close()
 
 
-def permissions(*paths: Path) -> dict[Path, tuple[int, int, int]]:
+def permissions(*paths: Path) -> Permissions:
     """Mode and owner of these folders and of all their parents."""
     folders = {folder for path in paths for folder in (path, *path.parents)}
     return {folder: (found.st_mode, found.st_uid, found.st_gid) for folder in folders if (found := folder.stat())}
@@ -83,36 +128,19 @@ def site_packages() -> Path:
     return Path(spec.origin).parents[1]
 
 
-async def test_a_cluster_is_created_in_a_private_home_without_opening_any_folder(tmp_path: Path) -> None:
-    private = tmp_path / "private"
-    private.mkdir(mode=0o700)
-    home = private / "below" / "home"
-    home.mkdir(parents=True, mode=0o700)
-    account = system_account() if IS_ROOT else None
-    # A killed process has left a cluster half-created: the next start creates it again.
-    half = Embedded.data_of(home).with_suffix(".new")
-    half.mkdir(parents=True, mode=0o700)
-    (half / "PG_VERSION").write_text("18\n")
-    half.parent.chmod(0o700)
-    if account is not None:
-        os.chown(half.parent, account.uid, account.gid)
-    before = permissions(home, site_packages(), Path("/var/lib"))
+async def test_a_cluster_is_created_in_a_private_home_without_opening_any_folder(created: Created, home: Path) -> None:
+    assert created.after == created.before
+    assert not created.half.exists()
+    if IS_ROOT:
+        assert (home / "location.txt").read_text().strip() == str(created.data.parent)
+    else:
+        assert created.data.parent == home
+    for folder in (home, created.data.parent):
+        assert stat.S_IMODE(created.after[folder][0]) == 0o700
     server = Embedded.start(home)
-    try:
-        assert await ask(server.url, "select current_setting('server_version_num')::int / 10000") == 18
-        assert await ask(server.url, "select current_database()") == "flowfabric"
-        assert permissions(home, site_packages(), Path("/var/lib")) == before
-        assert not half.exists()
-        assert stat.S_IMODE(private.stat().st_mode) == 0o700
-        if IS_ROOT:
-            assert (home / "location.txt").read_text().strip() == str(server.data.parent)
-        else:
-            assert server.data.parent == home
-        assert stat.S_IMODE(server.data.parent.stat().st_mode) == 0o700
-    finally:
-        server.release(discard=True)
-    assert not is_alive(server.pid)
-    assert not server.data.exists()
+    assert await ask(server.url, "select current_setting('server_version_num')::int / 10000") == 18
+    assert await ask(server.url, "select current_database()") == "flowfabric"
+    server.release()
 
 
 async def test_a_server_syncs_commits_opens_no_port_and_creates_its_database_again(home: Path) -> None:
@@ -306,6 +334,8 @@ async def test_a_home_whose_path_is_too_long_for_a_socket_gets_a_private_socket_
         assert await ask(holder.url, "select 1") == 1
         holder.end("release")
         other.end("discard")
+        assert not is_alive(other.pid)
+        assert not other.data.exists()
         with pytest.raises(FileNotFoundError):
             permissions(folder)
     finally:
