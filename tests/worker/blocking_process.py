@@ -45,5 +45,6 @@ async def block_threads(file: str) -> None:
 
 
 if __name__ == "__main__":
-    worker.CANCEL_SECONDS = worker.CLAIM_SECONDS = start.LEFT_SECONDS = 0.5
+    worker.CANCEL_SECONDS = worker.CLAIM_SECONDS = 0.5
+    start.LEFT_SECONDS = 0.1
     fabric.run_worker(worker_instance_id="w-1", lease_ttl=LEASE_TTL_MS / 1000, drain=float(sys.argv[2]))

@@ -2,11 +2,14 @@
 
 import asyncio
 from collections import Counter
-from typing import Any
+from collections.abc import Awaitable, Callable, Container, Iterable
+from typing import TypeAlias
 
 import pytest
 
 from faults.proxy import Proxy
+from fixtures import Attempts, Engines, Eventually, Given, Rows, StartWorker, Submit
+from fixtures import Clock as StoreClock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim
 from flowfabric.model.ids import ExecutionId
@@ -129,8 +132,12 @@ class Job:
             gate.set()
 
 
+Held: TypeAlias = Callable[[Job], Awaitable[set[ExecutionId]]]
+SomeWaiting: TypeAlias = Callable[[Worker, Job], Awaitable[set[ExecutionId]]]
+
+
 @pytest.fixture
-def held(rows: Any) -> Any:
+def held(rows: Rows) -> Held:
     """Read the executions that are leased and have not started."""
 
     async def held(job: Job) -> set[ExecutionId]:
@@ -142,7 +149,7 @@ def held(rows: Any) -> Any:
 
 
 @pytest.fixture
-def waiting(eventually: Any, held: Any) -> Any:
+def waiting(eventually: Eventually, held: Held) -> SomeWaiting:
     """Wait until every slot is blocked and no claim is under way; return the executions that wait for a slot."""
 
     async def waiting(worker: Worker, job: Job) -> set[ExecutionId]:
@@ -151,19 +158,20 @@ def waiting(eventually: Any, held: Any) -> Any:
             return len(job.blocked) == worker.running == SLOTS and is_full
 
         await eventually(is_settled)
-        ahead: set[ExecutionId] = await held(job)
-        return ahead
+        return await held(job)
 
     return waiting
 
 
-async def all_succeed(engine: Engine, runs: Any, *, but: Any = ()) -> None:
+async def all_succeed(engine: Engine, runs: Iterable[ExecutionId], *, but: Container[ExecutionId] = ()) -> None:
     ended = [await engine.wait_for_ending(run, timeout=60) for run in runs if run not in but]
     assert {one.outcome for one in ended} <= {TerminalOutcome.SUCCESS}
 
 
 @pytest.mark.usefixtures("eager")
-async def test_no_more_handlers_run_than_there_are_slots(engine: Engine, start_worker: Any, submit: Any) -> None:
+async def test_no_more_handlers_run_than_there_are_slots(
+    engine: Engine, start_worker: StartWorker, submit: Submit
+) -> None:
     runs = [await submit() for _ in range(100)]
     job = Job(fast=1000)
     worker = await start_worker({"job": job}, concurrency=4)
@@ -184,20 +192,30 @@ async def test_no_more_handlers_run_than_there_are_slots(engine: Engine, start_w
     assert worker.running == 0
 
 
-async def test_a_worker_may_have_more_slots_than_a_claim_takes(engine: Engine, start_worker: Any, submit: Any) -> None:
+async def test_a_worker_may_have_more_slots_than_a_claim_takes(
+    engine: Engine, start_worker: StartWorker, submit: Submit
+) -> None:
     await start_worker({"job": Job()}, concurrency=1500)
     await all_succeed(engine, [await submit()])
 
 
 @pytest.mark.usefixtures("eager")
 async def test_the_lease_of_an_execution_that_waits_for_a_slot_is_renewed(
-    engine: Engine, start_worker: Any, submit: Any, waiting: Any, rows: Any, clock: Any, eventually: Any
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    waiting: SomeWaiting,
+    rows: Rows,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    await clock.stop()
+    monkeypatch.setattr(Heartbeat, "CHECK_SECONDS", 0.0)
     runs = [await submit() for _ in range(ALL)]
     job = Job()
-    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=1.5, reconcile=False)
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     ahead = await waiting(worker, job)
+    assert worker._heartbeat is not None
+    worker._heartbeat.check_all()
 
     async def are_renewed() -> bool:
         return all([(await rows.execution(run))["lease_renewed_at"] is not None for run in ahead])
@@ -210,7 +228,13 @@ async def test_the_lease_of_an_execution_that_waits_for_a_slot_is_renewed(
 
 @pytest.mark.usefixtures("eager")
 async def test_an_execution_that_waits_for_a_slot_is_handed_back_when_the_worker_stops(
-    engine: Engine, engines: Any, start_worker: Any, submit: Any, waiting: Any, attempts: Any, eventually: Any
+    engine: Engine,
+    engines: Engines,
+    start_worker: StartWorker,
+    submit: Submit,
+    waiting: SomeWaiting,
+    attempts: Attempts,
+    eventually: Eventually,
 ) -> None:
     runs = [await submit() for _ in range(ALL)]
     job, other = Job(), Job(fast=ALL)
@@ -230,28 +254,34 @@ async def test_an_execution_that_waits_for_a_slot_is_handed_back_when_the_worker
 @pytest.mark.usefixtures("eager")
 async def test_an_execution_that_waits_too_long_for_a_slot_is_handed_back(
     engine: Engine,
-    engines: Any,
-    start_worker: Any,
-    submit: Any,
-    waiting: Any,
-    eventually: Any,
+    engines: Engines,
+    start_worker: StartWorker,
+    submit: Submit,
+    eventually: Eventually,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Ahead, "STALE_SECONDS", 1.5)
+    handed_back: set[ExecutionId] = set()
+    skip = Slots._skip
+
+    def recorded(self: Slots, running: Running) -> None:
+        handed_back.add(running.execution_id)
+        skip(self, running)
+
+    monkeypatch.setattr(Slots, "_skip", recorded)
+    monkeypatch.setattr(Ahead, "STALE_SECONDS", 0.1)
     runs = [await submit() for _ in range(ALL)]
     job, other = Job(), Job(fast=ALL)
     worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000)
-    ahead = await waiting(worker, job)
-    await eventually(lambda: worker.running == SLOTS and not worker._runs.slots._waiting)
+    await eventually(lambda: handed_back and len(job.blocked) == worker.running == SLOTS)
     async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl=LONG_TTL_MS / 1000):
-        await all_succeed(engine, ahead)
-    assert ahead <= other.started
+        await all_succeed(engine, runs, but=job.blocked)
+    assert other.started == set(runs) - job.started
     assert len(job.blocked) == SLOTS
     job.open()
     await all_succeed(engine, runs)
 
 
-async def test_nothing_is_claimed_in_place_of_what_was_handed_back(given: Any) -> None:
+async def test_nothing_is_claimed_in_place_of_what_was_handed_back(given: Given) -> None:
     begun: list[Running] = []
     slots = Slots(1, begun.append, StoreHealth())
     slots.ahead.size = 4
@@ -268,7 +298,7 @@ async def test_nothing_is_claimed_in_place_of_what_was_handed_back(given: Any) -
 
 @pytest.mark.usefixtures("eager")
 async def test_an_execution_that_loses_its_lease_before_a_slot_is_free_is_not_run(
-    engine: Engine, start_worker: Any, submit: Any, waiting: Any, eventually: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, waiting: SomeWaiting, eventually: Eventually
 ) -> None:
     runs = [await submit() for _ in range(ALL)]
     job = Job()
@@ -287,21 +317,19 @@ async def test_an_execution_that_loses_its_lease_before_a_slot_is_free_is_not_ru
 @pytest.mark.usefixtures("eager")
 async def test_an_execution_whose_lease_expires_before_a_slot_is_free_is_not_run(
     engine: Engine,
-    start_worker: Any,
-    submit: Any,
-    waiting: Any,
-    eventually: Any,
+    start_worker: StartWorker,
+    submit: Submit,
+    waiting: SomeWaiting,
+    clock: StoreClock,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def beat(*_: object) -> None: ...
-
-    monkeypatch.setattr(Heartbeat, "_beat", beat)
     runs = [await submit() for _ in range(ALL)]
     job = Job()
-    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=1.5, reconcile=False)
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     ahead = await waiting(worker, job)
-    await eventually(lambda: all(one.is_lease_expired for one in worker._runs.slots.held))
+    await clock.advance(ms=LONG_TTL_MS)
+    for running in worker._runs.slots.held:
+        running.renewed_at -= LONG_TTL_MS / 1000
     job.open()
     await all_succeed(engine, runs)
     assert {epoch for run, epoch in job.runs if run in ahead} == {2}
@@ -310,7 +338,7 @@ async def test_an_execution_whose_lease_expires_before_a_slot_is_free_is_not_run
 
 @pytest.mark.usefixtures("eager")
 async def test_an_execution_that_waits_for_a_slot_does_not_start_while_the_store_does_not_answer(
-    engine: Engine, url: str, submit: Any, waiting: Any, eventually: Any
+    engine: Engine, url: str, submit: Submit, waiting: SomeWaiting, eventually: Eventually
 ) -> None:
     runs = [await submit() for _ in range(ALL)]
     job = Job()
@@ -336,11 +364,11 @@ async def test_an_execution_that_waits_for_a_slot_does_not_start_while_the_store
 
 async def test_slow_handlers_leave_the_backlog_to_others(
     engine: Engine,
-    engines: Any,
-    start_worker: Any,
-    submit: Any,
-    eventually: Any,
-    held: Any,
+    engines: Engines,
+    start_worker: StartWorker,
+    submit: Submit,
+    eventually: Eventually,
+    held: Held,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # No handler counts as fast, even on a fast machine.
@@ -364,7 +392,13 @@ async def test_slow_handlers_leave_the_backlog_to_others(
 
 @pytest.mark.usefixtures("eager")
 async def test_an_execution_with_a_short_timeout_is_not_claimed_ahead(
-    engine: Engine, engines: Any, start_worker: Any, submit: Any, eventually: Any, held: Any, attempts: Any
+    engine: Engine,
+    engines: Engines,
+    start_worker: StartWorker,
+    submit: Submit,
+    eventually: Eventually,
+    held: Held,
+    attempts: Attempts,
 ) -> None:
     short = {"timeout_policy": {"attempt_timeout_ms": 4000}}
     runs = [await submit() for _ in range(FAST)] + [await submit(policy=short) for _ in range(ALL)]
@@ -387,19 +421,15 @@ async def test_an_execution_with_a_short_timeout_is_not_claimed_ahead(
 
 @pytest.mark.usefixtures("eager")
 async def test_an_attempt_whose_timeout_passes_before_a_slot_is_free_is_not_run(
-    engine: Engine,
-    start_worker: Any,
-    submit: Any,
-    waiting: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine, start_worker: StartWorker, submit: Submit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claim, "LEAST_AHEAD_MS", 0)
     fast = [await submit() for _ in range(FAST + SLOTS)]
-    short = {"timeout_policy": {"attempt_timeout_ms": 1500}}
+    short = {"timeout_policy": {"attempt_timeout_ms": 100}}
     late = [await submit(policy=short) for _ in range(SLOTS)]
     job = Job()
     worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
-    assert await waiting(worker, job) == set(late)
+    # Every slot is taken by one of the others, which are older and do not return.
     ended = [await engine.wait_for_ending(run, timeout=60) for run in late]
     assert {(one.outcome, one.reason) for one in ended} == {(TerminalOutcome.EXPIRED, "attempt_timeout")}
     job.open()

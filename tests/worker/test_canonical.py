@@ -21,6 +21,17 @@ class Colour(Enum):
     GREEN = "green"
 
 
+class Empty(pydantic.BaseModel):
+    pass
+
+
+@dataclass
+class Stamped:
+    data: bytes
+    names: set[str]
+    model: Empty
+
+
 @dataclass(frozen=True)
 class Point:
     name: str
@@ -64,6 +75,8 @@ VALUES: list[tuple[Any, Any]] = [
     (Names, Names(set(NAMES))),
     (list[Model], [Model(names=set(NAMES), points={})]),
     (Model | None, Model(names=set(NAMES), points={})),
+    (Stamped, Stamped(b"text", set(NAMES), Empty())),
+    (Stamped, Stamped(b"\xff", set(NAMES), Empty())),
 ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from annotations import DOUBTFUL, MODELS, SECRETS, STRUCTS, Swapped, typed
+from annotations import DOUBTFUL, MODELS, SECRETS, STRUCTS, Cat, Stamped, StampedRow, Swapped, typed
 from flowfabric.model.errors import InvalidInputError
 from flowfabric.worker.handler import Handler
 
@@ -75,6 +75,18 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, InvalidInputError | None]:
         return call(), None
     except InvalidInputError as refused:
         return None, refused
+
+
+def test_bytes_that_are_text_keep_the_form_that_other_versions_read_and_write() -> None:
+    versions: list[tuple[Any, Any, bytes]] = [
+        (Stamped, Stamped((b"abcd", Cat())), b'{"pair":["abcd",{"kind":"cat","lives":9}],"names":[]}'),
+        (StampedRow, {"data": b"abcd", "animal": Cat()}, b'{"data":"abcd","animal":{"kind":"cat","lives":9}}'),
+    ]
+    for kind, value, stored in versions:
+        handler = Handler(task(kind), task="job")
+        assert handler.decode_result(stored) == value
+        assert handler.encode_result(value) == stored
+        assert handler.encode((value,), {}) == b'{"a":%b}' % stored
 
 
 def test_a_secret_is_refused_at_the_decorator() -> None:

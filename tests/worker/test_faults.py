@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import asyncpg
 import pytest
 
 from faults.proxy import Action, Fault, Proxy, Side
+from fixtures import Attempts, Eventually, Rows, StartWorker, Submit
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, TransportError, error
@@ -25,13 +27,13 @@ from .waiting import Gate
 OURS = "datname = current_database() and application_name = 'flowfabric'"
 
 
-async def cut_off(connection: Any) -> None:
+async def cut_off(connection: asyncpg.Connection) -> None:
     """End every session of the engines on the test's database."""
     await connection.execute(f"select pg_terminate_backend(pid) from pg_stat_activity where {OURS}")
 
 
 @asynccontextmanager
-async def read_only(connection: Any) -> AsyncIterator[None]:
+async def read_only(connection: asyncpg.Connection) -> AsyncIterator[None]:
     """Make the server refuse writes for a while, as during a failover."""
     name = await connection.fetchval("select current_database()")
     await connection.execute(f"alter database {name} set default_transaction_read_only = on")
@@ -67,7 +69,13 @@ def impatient_with_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fresh_database")
 async def test_a_store_that_is_read_only_for_a_while_fails_no_run(
-    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any, attempts: Any, caplog: Any
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    connection: asyncpg.Connection,
+    eventually: Eventually,
+    attempts: Attempts,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "flowfabric")
     gate = Gate()
@@ -85,28 +93,43 @@ async def test_a_store_that_is_read_only_for_a_while_fails_no_run(
 
 @pytest.mark.usefixtures("impatient_with_locks")
 async def test_a_result_is_stored_after_a_lock_on_its_row_is_released_and_given_up_when_its_lease_expires(
-    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any, rows: Any, caplog: Any
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    connection: asyncpg.Connection,
+    eventually: Eventually,
+    rows: Rows,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     patient, brief = Gate(), Gate()
     run, lost = await submit(), await submit(kind="brief")
     await start_worker({"job": patient}, reconcile=False)
-    worker = await start_worker({"brief": brief}, lease_ttl=1, reconcile=False)
+    worker = await start_worker({"brief": brief}, reconcile=False)
     await eventually(lambda: (patient.started, brief.started) == (1, 1))
     async with connection.transaction():
         await connection.execute("select from execution for update")
         patient.opened.set()
         brief.opened.set()
-        logged = f"{lost} (brief): the result was not stored before the lease expired: retry_exhausted"
-        await eventually(lambda: logged in caplog.text)
+        for retried in (f"{run} (job)", f"{lost} (brief)"):
+            logged = f"{retried}: storing the result failed and is retried: retry_exhausted"
+            await eventually(lambda logged=logged: logged in caplog.text)
+        (running,) = worker._runs.slots.held
+        running.renewed_at -= 3600
+        given_up = f"{lost} (brief): the result was not stored before the lease expired: retry_exhausted"
+        await eventually(lambda: given_up in caplog.text)
         await eventually(lambda: worker.running == 0)
         row = await rows.execution(lost)
         assert (row["lifecycle_phase"], row["lease_epoch"]) == ("active", 1)
-        assert f"{run} (job): storing the result failed and is retried: retry_exhausted" in caplog.text
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
 
 
 async def test_one_refused_result_of_a_batch_fails_only_its_own_run(
-    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any, attempts: Any
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    connection: asyncpg.Connection,
+    eventually: Eventually,
+    attempts: Attempts,
 ) -> None:
     # No operation adds such a constraint; it stands for anything that the store may refuse about one result.
     await connection.execute("alter table execution add constraint no_12 check (result_payload <> '12')")
@@ -130,7 +153,12 @@ async def test_one_refused_result_of_a_batch_fails_only_its_own_run(
 
 
 async def test_calls_of_a_handler_are_retried_after_a_lost_connection(
-    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any, rows: Any
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    connection: asyncpg.Connection,
+    eventually: Eventually,
+    rows: Rows,
 ) -> None:
     points: list[Any] = []
 
@@ -159,7 +187,7 @@ async def test_calls_of_a_handler_are_retried_after_a_lost_connection(
 
 
 async def test_a_waitpoint_whose_answer_is_lost_is_created_once(
-    engine: Engine, url: str, submit: Any, rows: Any
+    engine: Engine, url: str, submit: Submit, rows: Rows
 ) -> None:
     async with Proxy(url) as proxy:
 
@@ -200,14 +228,19 @@ async def test_a_waitpoint_whose_answer_is_lost_is_created_once(
 
 @pytest.mark.usefixtures("fresh_database")
 async def test_a_worker_retries_its_registration_until_the_store_accepts_writes(
-    engine: Engine, start_worker: Any, submit: Any, connection: Any, caplog: Any, eventually: Any
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    connection: asyncpg.Connection,
+    caplog: pytest.LogCaptureFixture,
+    eventually: Eventually,
 ) -> None:
     async def job() -> None: ...
 
     caplog.set_level(logging.DEBUG, "flowfabric")
     run = await submit()
     async with read_only(connection):
-        starting = asyncio.create_task(start_worker({"job": job}))
+        starting = asyncio.ensure_future(start_worker({"job": job}))
         await eventually(lambda: re.search(r"registering failed and is retried in 0\.\d+ s: busy_loading", caplog.text))
     await starting
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS

@@ -135,6 +135,7 @@ async def test_a_result_under_an_expired_lease_is_not_stored(
     await start_worker({"job": wait}, lease_ttl=60)
     await eventually(lambda: contexts)
     await clock.advance(seconds=61)
+    parts_of(engine).wakeups.wake_all()
     await eventually(lambda: len(contexts) == 2)
     gate.set()
     ended = await engine.wait_for_ending(run, timeout=60)
@@ -151,6 +152,7 @@ async def test_a_renewal_that_hangs_is_abandoned_and_retried(
     connection: asyncpg.Connection,
     clock: Clock,
     eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await clock.stop()
     gate = asyncio.Event()
@@ -161,11 +163,14 @@ async def test_a_renewal_that_hangs_is_abandoned_and_retried(
         await gate.wait()
         return ctx.attempt_index
 
+    monkeypatch.setattr(Heartbeat, "CHECK_SECONDS", 0.0)
     run = await submit()
-    await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
+    worker = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     await eventually(lambda: contexts)
     async with connection.transaction():
         await connection.execute("select from claim for update")
+        assert worker._heartbeat is not None
+        worker._heartbeat.check_all()
         await eventually(lambda: contexts[0].consecutive_renewal_failures == 1)
         assert contexts[0].is_lease_healthy()
     await eventually(lambda: contexts[0].consecutive_renewal_failures == 0)

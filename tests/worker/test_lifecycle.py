@@ -5,11 +5,11 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
 from faults.proxy import Proxy, Side
+from fixtures import Attempts, Clock, Eventually, Given, Rows, StartWorker, Submit
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import InvalidInputError
@@ -20,7 +20,7 @@ from flowfabric.worker.worker import Worker
 
 
 async def test_a_worker_is_registered_while_it_works_and_can_restart_at_once_under_the_same_name(
-    engine: Engine, rows: Any
+    engine: Engine, rows: Rows
 ) -> None:
     for _ in range(2):
         worker = Worker(
@@ -42,7 +42,7 @@ async def test_a_worker_is_registered_while_it_works_and_can_restart_at_once_und
 
 
 async def test_a_worker_whose_registration_expired_registers_again(
-    engine: Engine, start_worker: Any, rows: Any, clock: Any, eventually: Any
+    engine: Engine, start_worker: StartWorker, rows: Rows, clock: Clock, eventually: Eventually
 ) -> None:
     await clock.stop()
     await start_worker({}, worker_instance_id="pool-1", lease_ttl=0.3)
@@ -55,7 +55,7 @@ async def test_a_worker_whose_registration_expired_registers_again(
     await eventually(is_registered_again)
 
 
-async def test_an_instance_id_of_another_worker_is_refused(engine: Engine, given: Any) -> None:
+async def test_an_instance_id_of_another_worker_is_refused(engine: Engine, given: Given) -> None:
     await given.registered(worker_instance_id="pool-1")
     with pytest.raises(InvalidInputError, match="reassigned"):
         async with Worker(
@@ -64,7 +64,7 @@ async def test_an_instance_id_of_another_worker_is_refused(engine: Engine, given
             pass
 
 
-async def test_stopping_waits_for_running_handlers(engine: Engine, submit: Any, eventually: Any) -> None:
+async def test_stopping_waits_for_running_handlers(engine: Engine, submit: Submit, eventually: Eventually) -> None:
     gate = asyncio.Event()
 
     async def wait() -> str:
@@ -89,7 +89,13 @@ async def test_stopping_waits_for_running_handlers(engine: Engine, submit: Any, 
 
 
 async def test_a_handler_that_does_not_end_in_time_is_handed_back_at_once(
-    engine: Engine, submit: Any, start_worker: Any, rows: Any, attempts: Any, eventually: Any, caplog: Any
+    engine: Engine,
+    submit: Submit,
+    start_worker: StartWorker,
+    rows: Rows,
+    attempts: Attempts,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "flowfabric")
     cleaned_up = asyncio.Event()
@@ -118,9 +124,10 @@ async def test_a_handler_that_does_not_end_in_time_is_handed_back_at_once(
 
 
 async def test_work_that_waits_for_a_thread_is_handed_back(
-    engine: Engine, submit: Any, eventually: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, submit: Submit, eventually: Eventually, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.worker.worker.CANCEL_SECONDS", 0.3)
+    monkeypatch.setattr("flowfabric.worker.worker.CANCEL_SECONDS", 0.2)
+    monkeypatch.setattr("flowfabric.worker.worker.HAND_BACK_SECONDS", 0.2)
     gate = threading.Event()
     called = []
 
@@ -141,7 +148,7 @@ async def test_work_that_waits_for_a_thread_is_handed_back(
 
 
 async def test_executions_claimed_while_the_worker_stops_are_handed_back(
-    engine: Engine, url: str, submit: Any, rows: Any, eventually: Any
+    engine: Engine, url: str, submit: Submit, rows: Rows, eventually: Eventually
 ) -> None:
     called = 0
 
@@ -172,10 +179,15 @@ async def test_executions_claimed_while_the_worker_stops_are_handed_back(
 
 
 async def test_handlers_that_do_not_stop_are_left_behind_with_a_warning_and_their_leases(
-    engine: Engine, submit: Any, eventually: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    submit: Submit,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO, "flowfabric")
     monkeypatch.setattr("flowfabric.worker.worker.CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr("flowfabric.worker.worker.HAND_BACK_SECONDS", 0.05)
     thread_gate, gate = threading.Event(), asyncio.Event()
 
     def block() -> None:
@@ -196,7 +208,8 @@ async def test_handlers_that_do_not_stop_are_left_behind_with_a_warning_and_thei
         text = f"{run} ({kind}) does not stop: another worker can claim it when its lease expires, within 30 s"
         (record,) = [record for record in caplog.records if run in record.getMessage()]
         assert (record.levelname, record.getMessage()) == ("WARNING", text)
-        assert (record.ff_execution_id, record.ff_attempt, record.ff_task) == (run, 1, kind)
+        fields = [vars(record)[name] for name in ("ff_execution_id", "ff_attempt", "ff_task")]
+        assert fields == [run, 1, kind]
     assert caplog.messages[-1].endswith(
         ": 0 finished while it stopped, 0 handed back, 2 left until their leases expire"
     )
@@ -209,7 +222,7 @@ async def test_handlers_that_do_not_stop_are_left_behind_with_a_warning_and_thei
 
 
 async def test_a_worker_stops_while_its_handlers_block_every_thread_of_the_event_loop(
-    engine: Engine, submit: Any, eventually: Any, one_thread: ThreadPoolExecutor
+    engine: Engine, submit: Submit, eventually: Eventually, one_thread: ThreadPoolExecutor
 ) -> None:
     gate = threading.Event()
 
@@ -225,7 +238,9 @@ async def test_a_worker_stops_while_its_handlers_block_every_thread_of_the_event
         gate.set()
 
 
-async def test_results_of_handlers_that_return_during_a_stop_are_stored(engine: Engine, submit: Any, rows: Any) -> None:
+async def test_results_of_handlers_that_return_during_a_stop_are_stored(
+    engine: Engine, submit: Submit, rows: Rows
+) -> None:
     async def job() -> None: ...
 
     runs = [await submit() for _ in range(60)]
@@ -237,7 +252,7 @@ async def test_results_of_handlers_that_return_during_a_stop_are_stored(engine: 
 
 
 async def test_an_idle_worker_stops_at_once(
-    engine: Engine, eventually: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, eventually: Eventually, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.worker.claiming.LISTENING_POLL_SECONDS", 600.0)
     async with asyncio.timeout(60), Worker(engine, lanes=["default"], handlers={"job": print}):

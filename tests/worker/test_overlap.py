@@ -15,12 +15,15 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
+from flowfabric.worker.heartbeat import Heartbeat
 from flowfabric.worker.worker import Worker
 
 from .waiting import LONG_TTL_MS, RETRIED, Waiting
 
 LONG_POSTPONE_MS = 60_000
 """A delay that lasts until the earlier run has returned, even on a slow machine."""
+ATTEMPT_MS = 300_000
+LIMITED = {"timeout_policy": {"attempt_timeout_ms": ATTEMPT_MS}, **RETRIED}
 
 
 class Overlap:
@@ -53,9 +56,16 @@ def waiting_in_a_thread() -> tuple[threading.Event, Overlap, Callable[[Context],
 
 
 async def test_the_next_run_of_an_execution_waits_until_the_earlier_has_returned(
-    engine: Engine, start_worker: StartWorker, submit: Submit, clock: Clock, eventually: Eventually, rows: Rows
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    clock: Clock,
+    eventually: Eventually,
+    rows: Rows,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await clock.stop()
+    monkeypatch.setattr(Heartbeat, "CHECK_SECONDS", 0.0)
     thread_gate, gate = threading.Event(), asyncio.Event()
     in_thread, in_coroutine = Overlap(), Overlap()
 
@@ -80,14 +90,17 @@ async def test_the_next_run_of_an_execution_waits_until_the_earlier_has_returned
 
     # The run in the thread is claimed again by the same worker, the other one by another worker of the process.
     runs = [await submit(kind="thread"), await submit(kind="coroutine")]
-    options: dict[str, Any] = {"lease_ttl": 2, "reconcile": False}
+    options: dict[str, Any] = {"lease_ttl": LONG_TTL_MS / 1000, "reconcile": False}
     first = await start_worker({"thread": thread}, concurrency=2, **options)
     second = await start_worker({"coroutine": coroutine}, concurrency=1, **options)
     await eventually(lambda: (in_thread.started, in_coroutine.started) == (1, 1))
     third = await start_worker({"coroutine": coroutine}, **options)
-    await clock.advance(ms=2001)
+    await clock.advance(ms=LONG_TTL_MS + 1)
     await parts_of(engine).lease_expiry.mark_expired(runs)
     await eventually(lambda: (first.running, second.running, third.running) == (2, 1, 1))
+    for worker in (first, third):
+        assert worker._heartbeat is not None
+        worker._heartbeat.check_all()
     await eventually(are_renewed)
     assert [(one.started, one.now) for one in (in_thread, in_coroutine)] == [(1, 1), (1, 1)]
     thread_gate.set()
@@ -148,6 +161,19 @@ async def test_a_run_that_waits_for_an_earlier_one_is_handed_back_when_its_worke
     assert (await engine.wait_for_ending(run, timeout=60)).result == b"1"
 
 
+@pytest.fixture
+def soon_postponed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run waits a tenth of a second for an earlier one, and is then postponed for long."""
+    monkeypatch.setattr("flowfabric.worker.runs.EARLIER_SECONDS", 0.1)
+    monkeypatch.setattr("flowfabric.worker.runs.POSTPONE_MS", LONG_POSTPONE_MS)
+
+
+async def pass_the_attempt_timeout(engine: Engine, clock: Clock) -> None:
+    await clock.advance(ms=ATTEMPT_MS + 1)
+    assert await parts_of(engine).timeouts.expire_due() == 1
+
+
+@pytest.mark.usefixtures("soon_postponed")
 async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
     engine: Engine,
     start_worker: StartWorker,
@@ -156,12 +182,11 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
     eventually: Eventually,
     attempts: Attempts,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flowfabric.worker.runs.POSTPONE_MS", LONG_POSTPONE_MS)
     gate, overlap, wait = waiting_in_a_thread()
-    run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 1200}, **RETRIED})
+    run = await submit(policy=LIMITED)
     worker = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, poll_interval=0.05)
+    await eventually(lambda: overlap.started == 1)
 
     def postponed() -> list[str]:
         text = f"{run} (job) is delayed by 60 s: an earlier run of it in this process does not return"
@@ -171,6 +196,7 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
         return await engine.read_execution_state(run) == "delayed" and worker.running == 1
 
     with caplog.at_level(logging.INFO, "flowfabric"):
+        await pass_the_attempt_timeout(engine, clock)
         await eventually(lambda: postponed() == ["WARNING"])
         await eventually(is_delayed)
         # Any worker may claim it then; if this one does, it does not wait again.
@@ -186,6 +212,7 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
     assert (overlap.started, overlap.most) == (2, 1)
 
 
+@pytest.mark.usefixtures("soon_postponed")
 async def test_a_postponed_run_can_be_claimed_by_another_worker_when_the_earlier_has_returned(
     engine: Engine,
     engines: Engines,
@@ -194,12 +221,12 @@ async def test_a_postponed_run_can_be_claimed_by_another_worker_when_the_earlier
     clock: Clock,
     eventually: Eventually,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flowfabric.worker.runs.POSTPONE_MS", LONG_POSTPONE_MS)
     gate, overlap, wait = waiting_in_a_thread()
-    run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 1000}, **RETRIED})
+    run = await submit(policy=LIMITED)
     first = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, poll_interval=0.05)
+    await eventually(lambda: overlap.started == 1)
+    await pass_the_attempt_timeout(engine, clock)
 
     async def is_delayed() -> bool:
         return await engine.read_execution_state(run) == "delayed" and first.running == 1

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import pytest
 
@@ -18,7 +18,9 @@ from flowfabric.worker.interrupts import calling_on_interrupts
 
 from . import blocking_process, ending_process, interrupted_process
 
-Process = subprocess.Popen[bytes]
+Process: TypeAlias = subprocess.Popen[bytes]
+Start: TypeAlias = Callable[[float], Process]
+Logged: TypeAlias = Callable[[], list[str]]
 
 DRAIN_SECONDS = 0.2
 LEFT = "another worker can claim it when its lease expires, within 120 s"
@@ -41,7 +43,7 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(url: str, log: Path) -> Iterator[Callable[[float], Process]]:
+def start(url: str, log: Path) -> Iterator[Start]:
     """Start a worker process with this drain time; it is killed at the end of the test."""
     processes: list[Process] = []
 
@@ -58,7 +60,7 @@ def start(url: str, log: Path) -> Iterator[Callable[[float], Process]]:
 
 
 @pytest.fixture
-def logged(log: Path) -> Callable[[], list[str]]:
+def logged(log: Path) -> Logged:
     """The lines of the log after the start of the worker, each from its text on."""
 
     def logged() -> list[str]:
@@ -70,45 +72,37 @@ def logged(log: Path) -> Callable[[], list[str]]:
     return logged
 
 
-async def test_threads_that_do_not_return_do_not_delay_the_end_of_a_process(
-    fabric: Fabric, start: Callable[[float], Process], logged: Any, tmp_path: Path, eventually: Eventually
+async def test_handlers_and_threads_that_do_not_stop_do_not_delay_the_end_of_a_process(
+    fabric: Fabric, start: Start, logged: Logged, tmp_path: Path, eventually: Eventually
 ) -> None:
-    run = await blocking_process.block.submit(str(tmp_path / "started"))
-    of_asyncio = await blocking_process.block_threads.submit(str(tmp_path / "started too"))
+    files = [tmp_path / name for name in ("blocked", "all threads blocked", "ignoring")]
+    blocked, of_asyncio, ignoring = (
+        await blocking_process.block.submit(str(files[0])),
+        await blocking_process.block_threads.submit(str(files[1])),
+        await blocking_process.ignore_cancellation.submit(str(files[2])),
+    )
     process = start(DRAIN_SECONDS)
-    await eventually(lambda: (tmp_path / "started").exists() and (tmp_path / "started too").exists())
+    await eventually(lambda: all(file.exists() for file in files))
     process.terminate()
     assert process.wait(timeout=STOP_SECONDS) == 0
-    *before, last = logged()
-    assert before == [
-        "worker w-1 stops: 2 handlers running, waiting up to 0.2 s; a second signal ends at once",
-        "worker w-1 has waited 0.2 s: cancelling 2 handlers",
-        f"{of_asyncio.id} (block_threads) is handed back: any worker can claim it now [attempt=1]",
-        f"{run.id} (block) does not stop: {LEFT} [attempt=1]",
-        "worker w-1 has stopped: 0 finished while it stopped, 1 handed back, 1 left until their leases expire",
+    stops, time_up, *left, last = logged()
+    assert [stops, time_up, last] == [
+        "worker w-1 stops: 3 handlers running, waiting up to 0.2 s; a second signal ends at once",
+        "worker w-1 has waited 0.2 s: cancelling 3 handlers",
+        "worker w-1 has stopped: 0 finished while it stopped, 1 handed back, 2 left until their leases expire",
     ]
-    assert last.startswith("the process ends without waiting for threads that do not return: asyncio_")
-
-
-async def test_a_handler_that_ignores_its_cancellation_does_not_delay_the_end_of_a_process(
-    fabric: Fabric, start: Callable[[float], Process], logged: Any, tmp_path: Path, eventually: Eventually
-) -> None:
-    run = await blocking_process.ignore_cancellation.submit(str(tmp_path / "started"))
-    process = start(DRAIN_SECONDS)
-    await eventually((tmp_path / "started").exists)
-    process.terminate()
-    assert process.wait(timeout=STOP_SECONDS) == 0
-    assert logged() == [
-        "worker w-1 stops: 1 handler running, waiting up to 0.2 s; a second signal ends at once",
-        "worker w-1 has waited 0.2 s: cancelling 1 handler",
-        f"{run.id} (ignore_cancellation) does not stop: {LEFT} [attempt=1]",
-        "worker w-1 has stopped: 0 finished while it stopped, 0 handed back, 1 left until their leases expire",
-    ]
-    assert (await run.status()).state == "active"
+    assert sorted(left) == sorted(
+        [
+            f"{of_asyncio.id} (block_threads) is handed back: any worker can claim it now [attempt=1]",
+            f"{blocked.id} (block) does not stop: {LEFT} [attempt=1]",
+            f"{ignoring.id} (ignore_cancellation) does not stop: {LEFT} [attempt=1]",
+        ]
+    )
+    assert (await ignoring.status()).state == "active"
 
 
 async def test_a_second_signal_ends_the_process_at_once(
-    fabric: Fabric, start: Callable[[float], Process], logged: Any, tmp_path: Path, eventually: Eventually
+    fabric: Fabric, start: Start, logged: Logged, tmp_path: Path, eventually: Eventually
 ) -> None:
     await blocking_process.block.submit(str(tmp_path / "started"))
     process = start(600)
@@ -147,7 +141,9 @@ def test_a_failed_start_is_one_line_on_stderr_even_if_a_thread_does_not_return()
     command = [sys.executable, str(Path(ending_process.__file__)), "0.1", "the password is wrong"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.splitlines()[1:] == ["flowfabric: the password is wrong"]
+    of_threads, *others = ended.stderr.splitlines()
+    assert of_threads.startswith("the process ends without waiting for threads that do not return: asyncio_")
+    assert others == ["flowfabric: the password is wrong"]
 
 
 def test_an_interrupt_while_a_process_waits_for_its_threads_ends_it_at_once() -> None:

@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from faults.proxy import Proxy
-from fixtures import Attempts, Engines, Eventually, Rows, Submit
+from fixtures import Attempts, Clock, Engines, Eventually, Rows, Submit
 from flowfabric.db import database, notify
 from flowfabric.db import session as sessions
 from flowfabric.db.session import Limits
@@ -19,16 +19,18 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import TransportError, error
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import TerminalOutcome
+from flowfabric.reconcile.loop import Reconciler
 from flowfabric.settings import Settings
-from flowfabric.worker import claiming, heartbeat
+from flowfabric.worker import claiming, heartbeat, reports
 from flowfabric.worker import worker as workers
 from flowfabric.worker.context import Context
 from flowfabric.worker.faults import RETRY_SECONDS, StoreHealth
+from flowfabric.worker.heartbeat import Heartbeat
 from flowfabric.worker.options import WorkerOptions
 from flowfabric.worker.running import Running
 from flowfabric.worker.worker import Worker
 
-from .waiting import Gate, Waiting
+from .waiting import LONG_TTL_MS, Gate, Waiting
 
 STOP_SECONDS = 15.0
 """The most that a stop takes beyond the drain and the clean-up of handlers, with default limits."""
@@ -87,6 +89,18 @@ async def test_a_lease_expires_when_its_time_has_passed_since_the_last_renewal()
     assert not Running(claimed, time.monotonic() - 0.5).is_lease_expired
 
 
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call to the store is soon followed by the next or by a retry."""
+    monkeypatch.setattr(claiming, "LISTENING_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(claiming, "RETRY_SECONDS", (0.02, 0.1))
+    monkeypatch.setattr(reports, "RETRY_SECONDS", (0.02, 0.1))
+    monkeypatch.setattr(Reconciler, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(Reconciler, "FAULT_SECONDS", (0.02, 0.1))
+    monkeypatch.setattr(Heartbeat, "CHECK_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("short_pauses")
 async def test_an_outage_is_one_warning_for_all_calls_of_a_worker(
     engine: Engine, url: str, submit: Submit, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,33 +142,70 @@ async def test_an_outage_is_one_warning_for_all_calls_of_a_worker(
     assert len([line for line in logged(logging.WARNING) if "heartbeat" in line]) <= 1
 
 
+@pytest.fixture
+def beats(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The monotonic times at which heartbeats have ended."""
+    ended: list[float] = []
+    beat = Heartbeat._beat
+
+    async def recorded(self: Heartbeat, engine: Engine) -> None:
+        await beat(self, engine)
+        ended.append(time.monotonic())
+
+    monkeypatch.setattr(Heartbeat, "_beat", recorded)
+    return ended
+
+
+def heartbeat_of(worker: Worker) -> Heartbeat:
+    assert worker._heartbeat is not None
+    return worker._heartbeat
+
+
+def let_silence_last(worker: Worker, seconds: float) -> None:
+    """Move the beginning of the silence of the store back, if it is silent."""
+    if worker._health._silent_since is not None:
+        worker._health._silent_since -= seconds
+
+
+@pytest.mark.usefixtures("short_pauses")
 async def test_a_worker_whose_claims_are_stuck_lets_its_leases_expire(
     engines: Engines,
     submit: Submit,
     connection: asyncpg.Connection,
     eventually: Eventually,
     rows: Rows,
+    clock: Clock,
+    beats: list[float],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # The claims of this engine are given up before their wait for a lock is.
     stuck = await engines(statement_timeout_ms=200)
     waiting = Waiting()
     run = await submit()
-    ttl = 1.5
+    ttl = LONG_TTL_MS / 1000
     options: WorkerOptions = {"lanes": ["default"], "lease_ttl": ttl, "reconcile": False, "drain": 0}
-    worker = Worker(stuck, handlers={"job": waiting}, **options)
-    async with worker:
+    async with Worker(stuck, handlers={"job": waiting}, **options) as worker:
+
+        async def renew_all() -> None:
+            before = len(beats)
+            heartbeat_of(worker).check_all()
+            await eventually(lambda: len(beats) > before)
+
         await eventually(lambda: waiting.contexts)
         async with connection.transaction():
             # Claims need this table, renewals do not.
             await connection.execute("lock table queue in access exclusive mode")
-            await eventually(lambda: "leases are not renewed" in caplog.text)
-            await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
+            await eventually(lambda: worker._health.is_silent)
+            let_silence_last(worker, ttl)
+            waiting.contexts[0]._running.renewed_at -= ttl
             leased = await rows.of("claim")
-            # Long enough for two more renewals.
-            await eventually(lambda: worker._health.unanswered_for(2 * ttl))
+            for _ in range(2):
+                await renew_all()
+            assert "leases are not renewed" in caplog.text
+            await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
             assert await rows.of("claim") == leased != []
-        await eventually(lambda: not worker._health.unanswered_for(ttl))
+        await eventually(lambda: not worker._health.is_silent)
+        await clock.advance(seconds=ttl)
 
         async def is_claimed_again() -> bool:
             return bool((await rows.execution(run))["lease_epoch"] > 1)
@@ -162,6 +213,7 @@ async def test_a_worker_whose_claims_are_stuck_lets_its_leases_expire(
         await eventually(is_claimed_again)
 
 
+@pytest.mark.usefixtures("short_pauses")
 async def test_a_claim_that_failed_before_a_stop_does_not_end_the_leases_of_draining_runs(
     engine: Engine,
     url: str,
@@ -171,10 +223,10 @@ async def test_a_claim_that_failed_before_a_stop_does_not_end_the_leases_of_drai
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "flowfabric")
-    ttl, stopped_at = 1.5, float("inf")
+    ttl, stopped_at = LONG_TTL_MS / 1000, float("inf")
 
     async def job(ctx: Context) -> str:
-        await eventually(lambda: ctx._running.renewed_at > stopped_at + ttl)
+        await eventually(lambda: ctx._running.renewed_at > stopped_at)
         return "drained"
 
     run = await submit()
@@ -188,9 +240,14 @@ async def test_a_claim_that_failed_before_a_stop_does_not_end_the_leases_of_drai
             proxy.refuses = True
             proxy.cut()
             await eventually(lambda: "a claim failed and is retried" in caplog.text)
-            stopped_at = time.monotonic()
             worker.stop()
+            claims = worker._claiming
+            assert claims is not None
+            await eventually(claims.done)
+            let_silence_last(worker, ttl)
+            stopped_at = time.monotonic()
             proxy.refuses = False
+            heartbeat_of(worker).check_all()
     ended = await engine.wait_for_ending(run, timeout=60)
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b'"drained"')
     assert len(await attempts(run)) == 1
@@ -252,6 +309,7 @@ async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
     assert (await rows.execution(run))["public_state"] == "active"
 
 
+@pytest.mark.usefixtures("short_limits")
 async def test_a_worker_is_back_at_work_soon_after_its_connections_fell_silent(
     url: str, submit: Submit, engine: Engine, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,23 +5,25 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
 import asyncpg
 import pytest
 
-from fixtures import Attempts, Clock, Eventually, IsSuspended, Rows, StartWorker, Submit
+from fixtures import Attempts, Eventually, IsSuspended, Rows, StartWorker, Submit
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import ByName, Single, all_of_waitpoints
-from flowfabric.model.errors import InvalidInputError, TransportError
+from flowfabric.model.errors import EngineError, InvalidInputError, TransportError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, SuspensionId, WaitpointId
 from flowfabric.model.states import TerminalOutcome
+from flowfabric.model.suspend_outcome import SuspendOutcome
 from flowfabric.model.suspension import SuspendArgs, SuspensionReason
 from flowfabric.model.waitpoint import Binding, Fresh, PendingWaitpoint, UsePending
 from flowfabric.worker.context import Context
+from flowfabric.worker.heartbeat import Heartbeat
 from flowfabric.worker.worker import Worker
 
 from .waits import signal
@@ -122,26 +124,53 @@ async def test_a_suspended_handler_holds_nothing_and_runs_again_with_its_signals
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+class Renewals:
+    """Has a worker renew its leases at once, and records which ones."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, eventually: Eventually) -> None:
+        monkeypatch.setattr(Heartbeat, "CHECK_SECONDS", 0.0)
+        monkeypatch.setattr(Engine, "renew_many", self._recording(Engine.renew_many))
+        self.of: list[set[ExecutionId]] = []
+        """The executions whose leases each call has renewed."""
+        self._eventually = eventually
+
+    def _recording(self, renew_many: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def recording(engine: Engine, handles: Sequence[Handle]) -> Any:
+            self.of.append({handle.execution_id for handle in handles})
+            return await renew_many(engine, handles)
+
+        return recording
+
+    async def renew_all(self, worker: Worker) -> None:
+        """Renew every lease of the worker, and wait until it has recorded the answer."""
+        beat = worker._heartbeat
+        assert beat is not None
+        beat.check_all()
+        await self._eventually(lambda: beat._checks_done == beat._checks_wanted)
+
+
+@pytest.fixture
+def renewals(monkeypatch: pytest.MonkeyPatch, eventually: Eventually) -> Renewals:
+    """The renewals of the leases of a worker."""
+    return Renewals(monkeypatch, eventually)
+
+
 async def test_the_lease_of_a_suspended_run_is_neither_renewed_nor_missed(
     engine: Engine,
     start_worker: StartWorker,
     submit: Submit,
-    clock: Clock,
-    eventually: Eventually,
+    renewals: Renewals,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    await clock.stop()
-    renew_many = Engine.renew_many
-    renewed: list[set[ExecutionId]] = []
-
-    async def recording(engine: Engine, handles: Sequence[Handle]) -> Any:
-        renewed.append({handle.execution_id for handle in handles})
-        return await renew_many(engine, handles)
-
-    monkeypatch.setattr(Engine, "renew_many", recording)
+    suspend = engine.suspend
     leaving, may_leave, is_over = (asyncio.Event() for _ in range(3))
     contexts: list[Context] = []
+
+    async def suspend_and_renew(handle: Handle, args: SuspendArgs) -> SuspendOutcome:
+        outcome = await suspend(handle, args)
+        await renewals.renew_all(worker)
+        return outcome
 
     async def slow_to_leave(ctx: Context) -> str:
         contexts.append(ctx)
@@ -153,24 +182,58 @@ async def test_the_lease_of_a_suspended_run_is_neither_renewed_nor_missed(
                 await may_leave.wait()
         return "resumed"
 
-    await start_worker({"job": slow_to_leave, "steady": is_over.wait}, lease_ttl=1.5, reconcile=False)
+    monkeypatch.setattr(engine, "suspend", suspend_and_renew)
+    worker = await start_worker({"job": slow_to_leave, "steady": is_over.wait}, reconcile=False)
     steady, run = await submit(kind="steady"), await submit()
     await asyncio.wait_for(leaving.wait(), 60)
-
-    # One more renewal may have been under way. Then longer than the lease would have lasted: the other run is renewed
-    # after each third of that time.
-    before = len(renewed) + 1
-    await eventually(lambda: len(renewed) >= before + 4)
-    assert set().union(*renewed[before:]) == {steady}
+    # A renewal between the suspend and its answer finds the lease ended.
+    assert renewals.of[-1] >= {run}
+    renewals.of.clear()
+    # Longer ago than the lease would have lasted.
+    contexts[0]._running.renewed_at -= 3600
+    for _ in range(2):
+        await renewals.renew_all(worker)
+    assert renewals.of == [{steady}, {steady}]
     assert contexts[0]._running.lost is None
     may_leave.set()
     await signal(engine, run)
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
     is_over.set()
     assert (await engine.wait_for_ending(steady, timeout=60)).outcome is TerminalOutcome.SUCCESS
-    # On a busy machine the heartbeat itself may warn, which is not about this run.
-    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [record.getMessage() for record in warnings if record.name != "flowfabric.worker.heartbeat"] == []
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+async def test_a_run_that_continues_after_its_suspend_was_refused_is_stopped_if_its_lease_is_lost(
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    renewals: Renewals,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    suspend, refused, is_stopped = engine.suspend, asyncio.Event(), asyncio.Event()
+
+    async def suspend_after_a_loss(handle: Handle, args: SuspendArgs) -> SuspendOutcome:
+        await engine.cancel_execution(execution_id=handle.execution_id, reason="not wanted")
+        await renewals.renew_all(worker)
+        return await suspend(handle, args)
+
+    async def go_on(ctx: Context) -> None:
+        try:
+            await ctx.suspend(condition=READY)
+        except EngineError:
+            refused.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_stopped.set()
+
+    monkeypatch.setattr(engine, "suspend", suspend_after_a_loss)
+    worker = await start_worker({"job": go_on}, reconcile=False)
+    await submit()
+    await asyncio.wait_for(refused.wait(), 60)
+    await renewals.renew_all(worker)
+    await asyncio.wait_for(is_stopped.wait(), 60)
 
 
 async def deliver(engine: Engine, ctx: Context, point: PendingWaitpoint, payload: bytes | None = None) -> None:

@@ -137,8 +137,9 @@ async def test_a_timeout_is_not_retried_after_the_lease_has_expired(
     await clock.stop()
     waiting = Waiting()
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 100}})
-    worker = await start_worker({"job": waiting}, lease_ttl=0.7, reconcile=False)
+    worker = await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
+    waiting.contexts[0]._running.renewed_at -= LONG_TTL_MS / 1000
     await eventually(lambda: worker.running == 0)
     assert f"{run} (job): the timeout was not stored before the lease expired: it is not due yet" in caplog.text
 

@@ -1,23 +1,32 @@
 """Waiting for a signal in a handler that reads from top to bottom."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
+import pydantic
 import pytest
 
 from fixtures import Clock, Eventually
 from flowfabric import Context, Fabric, Run, RunFailed, WaitTimeout
 from flowfabric.errors import NoSignal
 
+IsWaiting: TypeAlias = Callable[[Run[Any]], Awaitable[None]]
+
+
+class Reviewer(pydantic.BaseModel):
+    name: str
+
 
 @dataclass
 class Verdict:
-    approved: bool
+    by: Reviewer
+    seal: bytes
 
 
 @pytest.fixture
-def is_waiting(eventually: Eventually) -> Any:
+def is_waiting(eventually: Eventually) -> IsWaiting:
     """Wait until a run is suspended."""
 
     async def is_waiting(run: Run[Any]) -> None:
@@ -29,13 +38,12 @@ def is_waiting(eventually: Eventually) -> Any:
     return is_waiting
 
 
-async def test_a_wait_holds_no_worker_and_returns_the_payload_in_its_type(url: str, is_waiting: Any) -> None:
+async def test_a_wait_holds_no_worker_and_returns_the_payload_in_its_type(url: str, is_waiting: IsWaiting) -> None:
     fabric = Fabric(url)
 
     @fabric.task
-    async def typed(ctx: Context) -> bool:
-        verdict = await ctx.wait_for_signal("review", Verdict)
-        return verdict.approved
+    async def typed(ctx: Context) -> list[Verdict]:
+        return [await ctx.wait_for_signal("review", Verdict), await ctx.wait_for_signal("review", Verdict)]
 
     @fabric.task
     async def untyped(ctx: Context) -> Any:
@@ -63,8 +71,10 @@ async def test_a_wait_holds_no_worker_and_returns_the_payload_in_its_type(url: s
         )
         for run in (first, second, third, fourth, unnamed):
             await is_waiting(run)
-        await first.signal("review", Verdict(approved=True))
-        assert await first.result(timeout=60) is True
+        verdicts = [Verdict(by=Reviewer(name="ada"), seal=seal) for seal in (b"abcd", b"\xff")]
+        for verdict in verdicts:
+            await first.signal("review", verdict)
+        assert await first.result(timeout=60) == verdicts
         await second.signal("answer", {"a": [1, None]})
         assert await second.result(timeout=60) == {"a": [1, None]}
         await third.signal("count", "many", by="ada")
@@ -79,7 +89,7 @@ async def test_a_wait_holds_no_worker_and_returns_the_payload_in_its_type(url: s
         assert await fourth.result(timeout=60) == [2, "second"]
 
 
-async def test_a_wait_without_a_signal_raises_or_returns_the_default(url: str, is_waiting: Any) -> None:
+async def test_a_wait_without_a_signal_raises_or_returns_the_default(url: str, is_waiting: IsWaiting) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -112,7 +122,7 @@ async def test_a_wait_without_a_signal_raises_or_returns_the_default(url: str, i
         assert await run.result(timeout=60) == "resumed"
 
 
-async def test_a_signal_may_arrive_after_a_month(url: str, clock: Clock, is_waiting: Any) -> None:
+async def test_a_signal_may_arrive_after_a_month(url: str, clock: Clock, is_waiting: IsWaiting) -> None:
     fabric = Fabric(url)
 
     @fabric.task

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from fixtures import Attempts, Eventually, Given, Rows, StartWorker, Submit
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.states import TerminalOutcome
@@ -18,7 +19,9 @@ from flowfabric.worker.worker import Worker
 RETRIES = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1}}}
 
 
-async def test_a_result_is_stored_and_can_be_waited_for(engine: Engine, start_worker: Any, submit: Any) -> None:
+async def test_a_result_is_stored_and_can_be_waited_for(
+    engine: Engine, start_worker: StartWorker, submit: Submit
+) -> None:
     async def add(a: int, b: int) -> int:
         return a + b
 
@@ -31,7 +34,9 @@ async def test_a_result_is_stored_and_can_be_waited_for(engine: Engine, start_wo
     ]
 
 
-async def test_a_worker_claims_only_into_free_slots(engine: Engine, start_worker: Any, submit: Any, rows: Any) -> None:
+async def test_a_worker_claims_only_into_free_slots(
+    engine: Engine, start_worker: StartWorker, submit: Submit, rows: Rows
+) -> None:
     gate, started = asyncio.Event(), asyncio.Semaphore(0)
 
     async def wait() -> None:
@@ -48,7 +53,9 @@ async def test_a_worker_claims_only_into_free_slots(engine: Engine, start_worker
         await engine.wait_for_ending(run, timeout=60)
 
 
-async def test_plain_functions_run_side_by_side_in_threads(engine: Engine, start_worker: Any, submit: Any) -> None:
+async def test_plain_functions_run_side_by_side_in_threads(
+    engine: Engine, start_worker: StartWorker, submit: Submit
+) -> None:
     together = threading.Barrier(4)
 
     def meet(ctx: Context) -> str:
@@ -64,7 +71,7 @@ async def test_plain_functions_run_side_by_side_in_threads(engine: Engine, start
     assert all(name.startswith(b'"flowfabric-handler') for name in threads)
 
 
-async def test_a_handler_sees_its_run(engine: Engine, start_worker: Any, given: Any, rows: Any) -> None:
+async def test_a_handler_sees_its_run(engine: Engine, start_worker: StartWorker, given: Given, rows: Rows) -> None:
     seen: list[Any] = []
 
     async def look(ctx: Context) -> None:
@@ -87,7 +94,9 @@ async def test_a_handler_sees_its_run(engine: Engine, start_worker: Any, given: 
 # Failures.
 
 
-async def test_a_failed_attempt_is_retried(engine: Engine, start_worker: Any, submit: Any, attempts: Any) -> None:
+async def test_a_failed_attempt_is_retried(
+    engine: Engine, start_worker: StartWorker, submit: Submit, attempts: Attempts
+) -> None:
     async def third_time(ctx: Context) -> str:
         if ctx.retry_count < 2:
             raise ValueError("not yet")
@@ -194,7 +203,7 @@ FAILING = {
 
 
 async def test_a_failure_stores_its_reason_and_leaves_the_worker_at_work(
-    engine: Engine, start_worker: Any, submit: Any, attempts: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, attempts: Attempts
 ) -> None:
     async def fine() -> None: ...
 
@@ -233,7 +242,7 @@ async def test_the_cancellation_inside_a_timeout_is_not_part_of_the_reason(
 
 
 async def test_a_payload_that_does_not_fit_fails_without_calling_the_handler(
-    engine: Engine, start_worker: Any, submit: Any, attempts: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, attempts: Attempts
 ) -> None:
     called = False
 
@@ -254,7 +263,7 @@ async def test_a_payload_that_does_not_fit_fails_without_calling_the_handler(
 
 
 async def test_a_retry_after_the_year_9999_is_logged(
-    engine: Engine, start_worker: Any, submit: Any, eventually: Any, caplog: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def job() -> None:
         raise ValueError("no luck")
@@ -271,7 +280,12 @@ async def test_a_retry_after_the_year_9999_is_logged(
 
 
 async def test_a_kind_without_a_handler_stays_queued_for_a_worker_that_has_one(
-    engine: Engine, start_worker: Any, submit: Any, attempts: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    attempts: Attempts,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def job() -> str:
         return "done"
@@ -292,7 +306,9 @@ async def test_a_kind_without_a_handler_stays_queued_for_a_worker_that_has_one(
     assert (ended.outcome, ended.result) == ("success", b'"done"')
 
 
-async def test_a_worker_claims_from_its_lanes_and_its_namespace(engine: Engine, start_worker: Any, given: Any) -> None:
+async def test_a_worker_claims_from_its_lanes_and_its_namespace(
+    engine: Engine, start_worker: StartWorker, given: Given
+) -> None:
     async def lane(ctx: Context) -> str:
         return ctx.lane_id
 
@@ -305,7 +321,7 @@ async def test_a_worker_claims_from_its_lanes_and_its_namespace(engine: Engine, 
         assert await engine.read_execution_state(run) == "waiting"
     every = await start_worker({"job": lane}, lanes=["one"], namespace=None, reconcile=False)
     assert (await engine.wait_for_ending(theirs, timeout=60)).outcome is TerminalOutcome.SUCCESS
-    entries = {entry.worker_instance_id: entry for entry in (await engine.list_workers()).entries}
+    entries = {str(entry.worker_instance_id): entry for entry in (await engine.list_workers()).entries}
     listed = [entries[each.worker_instance_id] for each in (worker, every)]
     assert [entry.kinds for entry in listed] == [("job",), ("job",)]
     assert [(entry.namespace, entry.serves_all_namespaces) for entry in listed] == [("tests", False), ("default", True)]

@@ -31,7 +31,7 @@ from flowfabric.model.signal import MAX_TEXT
 from flowfabric.model.states import ENDED_STATES, PublicState, TerminalOutcome
 from flowfabric.model.text import check_length, check_short, shown
 from flowfabric.pauses import pauses
-from flowfabric.worker.codec import encode, reason
+from flowfabric.worker.codec import encode_as_its_type, reason
 from flowfabric.worker.handler import Handler
 
 Value = TypeVar("Value", covariant=True)
@@ -406,7 +406,7 @@ def _state_text(state: PublicState) -> str:
 
 def _signal_payload(name: str, payload: object) -> bytes:
     try:
-        return encode(payload)
+        return encode_as_its_type(payload)
     except Exception as refused:
         raise error(
             "invalid_input",

@@ -1,5 +1,6 @@
 """Canonical JSON: equal values have the same text, whatever the order of their sets and dicts."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -25,6 +26,9 @@ def _sorted(value: Any, plain: Any) -> Any:
     if isinstance(value, pydantic.RootModel):
         return _sorted(value.root, plain)
     if isinstance(plain, list):
+        if len(plain) == 1 and (isinstance(value, Mapping) or dataclasses.is_dataclass(value)):
+            # The form of a dataclass or a TypedDict whose bytes are not text.
+            return [_sorted(value, plain[0])]
         members = _members(value)
         if len(members) != len(plain):
             return plain

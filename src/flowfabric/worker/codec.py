@@ -10,21 +10,23 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from functools import lru_cache, partial
+from types import GenericAlias
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 import pydantic
 from msgspec.inspect import CustomType, DataclassType, Field, Type, type_info
 from pydantic.dataclasses import is_pydantic_dataclass
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 
 from flowfabric.model.text import shorten, shown
 
 _SECRETS = (pydantic.SecretStr, pydantic.SecretBytes, pydantic.Secret)
-
-
 _BYTES = pydantic.ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
-_BYTES_ADVICE = "; set model_config = ConfigDict(ser_json_bytes='base64', val_json_bytes='base64')"
+_BYTES_ADVICE = (
+    "; set model_config = ConfigDict(ser_json_bytes='base64', val_json_bytes='base64') in the model that holds the "
+    "bytes (in a dataclass: __pydantic_config__)"
+)
 
 
 _WRONG_TYPE = re.compile(r"Expected `[^`]*`, got `[^`]*`")
@@ -118,8 +120,7 @@ def codec_of(annotation: Any) -> Codec:
     except Exception as error:
         fault = error
     try:
-        adapter = _adapter(annotation)
-        return Codec(annotation, msgspec.Raw, _dumps(adapter), _loads(adapter))
+        return Codec(annotation, msgspec.Raw, *_dumps_and_loads(annotation))
     except (NameError, NotSerializable):
         raise
     except Exception as error:
@@ -162,19 +163,77 @@ encode = msgspec.json.Encoder(enc_hook=_to_plain).encode
 """Return the JSON of a value that msgspec knows and that may contain models."""
 
 
+def encode_as_its_type(value: object) -> bytes:
+    """Return the JSON of a value for a reader that decodes it with the codec of its type."""
+    if not dataclasses.is_dataclass(value):
+        return encode(value)
+    try:
+        codec = codec_of(type(value))
+    except Exception:
+        # No reader can decode it as its type, but one without a type can.
+        return encode(value)
+    try:
+        return codec.encode(value)
+    except Exception:
+        raise codec.refusal(value) from None
+
+
 def _adapter(kind: Any) -> "pydantic.TypeAdapter[Any]":
+    return _configured_adapter(kind)[0]
+
+
+def _configured_adapter(kind: Any) -> "tuple[pydantic.TypeAdapter[Any], bool]":
+    """Return the adapter of a type and whether it encodes bytes as base64.
+
+    Pydantic accepts no config for a model, a dataclass or a TypedDict, which may have one of its own.
+    """
     adapter: pydantic.TypeAdapter[Any]
+    is_configured = True
     try:
         adapter = pydantic.TypeAdapter(kind, config=_BYTES)
     except pydantic.PydanticUserError as error:
         if error.code != "type-adapter-config-unused":
             raise
-        adapter = pydantic.TypeAdapter(kind)
+        adapter, is_configured = pydantic.TypeAdapter(kind), False
     adapter.rebuild(raise_errors=True)
     classes = [leaf for leaf in _leaves(adapter.core_schema) if isinstance(leaf, type)]
     fields = (f.annotation for c in classes if issubclass(c, pydantic.BaseModel) for f in c.model_fields.values())
     _refuse_unstorable(part for found in (*classes, *fields) for part in types_in(found))
-    return adapter
+    return adapter, is_configured
+
+
+def _dumps_and_loads(kind: Any) -> tuple[Callable[[Any], bytes], Callable[[bytes], Any]]:
+    """Return the functions that encode and decode the values of a type with Pydantic."""
+    adapter, is_configured = _configured_adapter(kind)
+    dumps, loads = _dumps(adapter), _loads(adapter)
+    if is_configured or _has_own_config(kind):
+        return dumps, loads
+    # A dataclass or a TypedDict without a config: Pydantic writes its bytes as text. As the item of a tuple it takes
+    # the config of the tuple, so a value whose bytes are not text is stored as an array of one item.
+    in_array = _adapter(GenericAlias(tuple, (kind,)))
+    dumps_array, loads_array = _dumps(in_array), _loads(in_array)
+
+    def dumps_either(value: Any) -> bytes:
+        try:
+            return dumps(value)
+        except PydanticSerializationError:
+            return dumps_array((value,))
+
+    def loads_either(payload: bytes) -> Any:
+        try:
+            return loads(payload)
+        except pydantic.ValidationError:
+            if not payload.lstrip().startswith(b"["):
+                raise
+            return loads_array(payload)[0]
+
+    return dumps_either, loads_either
+
+
+def _has_own_config(kind: Any) -> bool:
+    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    is_model = isinstance(plain, type) and issubclass(plain, pydantic.BaseModel)
+    return is_model or hasattr(plain, "__pydantic_config__")
 
 
 def _dumps(adapter: "pydantic.TypeAdapter[Any]") -> Callable[[Any], bytes]:

@@ -219,7 +219,8 @@ class Heartbeat:
     def _stop_expired(self, unrenewed: Iterable[Running]) -> None:
         """Stop the runs among these whose leases have expired."""
         for running in unrenewed:
-            if running.is_lease_expired and running.lost is None and not running.is_suspended and not running.has_ended:
+            is_held = running.lost is None and not running.is_suspending and not running.has_ended
+            if is_held and running.is_lease_expired:
                 running.lost = LostReason.NOT_RENEWED
                 self._main.call_soon_threadsafe(self._lose, running)
 
@@ -240,8 +241,10 @@ class Heartbeat:
                 running.renewed_at = asked_at
                 running.failures = 0
             elif verdict.code in LEASE_IS_LOST:
-                running.lost = verdict
-                self._main.call_soon_threadsafe(self._lose, running)
+                # A suspend ends the lease before its answer arrives. If it fails, the next renewal finds the loss.
+                if not running.is_suspending:
+                    running.lost = verdict
+                    self._main.call_soon_threadsafe(self._lose, running)
             else:
                 running.failures += 1
 

@@ -81,10 +81,12 @@ class Runs:
             running.stop()
 
     def lose_leases(self, leases: Iterable[LostLease]) -> None:
-        """Stop the runs that hold these leases."""
+        """Stop the runs that hold these leases; one that is suspending is left to the heartbeat."""
         for execution_id, lease_epoch, reason in leases:
             running = presence.latest(self._store_key, execution_id)
-            if running is not None and running in self.slots.held and running.claimed.lease_epoch == lease_epoch:
+            if running is None or running not in self.slots.held or running.is_suspending:
+                continue
+            if running.claimed.lease_epoch == lease_epoch:
                 running.lost = running.lost or reason
                 self.lose(running)
 
