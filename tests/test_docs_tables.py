@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import re
 from datetime import timedelta
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
@@ -164,3 +165,36 @@ def test_everything_of_a_context_is_listed_on_its_page_or_on_that_of_waiting() -
     assert len(of_waits) > 3
     assert set(listed) | set(of_waits) == public(Context)
     assert set(listed) & set(of_waits) == set()
+
+
+FIGURES = {
+    "raw limit": ("raw_insert100", "raw_claim100_complete100"),
+    "**FlowFabric**": ("submit_batch", "worker_end_to_end"),
+    "PgQueuer": ("pgqueuer_submit_batch", "pgqueuer_worker_end_to_end_best"),
+    "awa": ("awa_submit_batch", "awa_worker_end_to_end"),
+    "Absurd": (None, "absurd_worker_end_to_end"),
+    "Procrastinate": ("procrastinate_submit_batch", "procrastinate_worker_end_to_end"),
+    "DBOS": (None, "dbos_worker_end_to_end"),
+}
+"""The figures of the benchmark that the rows of the README's table show, by the beginning of the row."""
+
+
+def test_the_figures_of_the_readme_are_those_of_the_benchmark() -> None:
+    text = (ROOT / "README.md").read_text()
+    measured = json.loads((ROOT / "bench/results.json").read_text())["figures"]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", text.partition("## How fast it is")[2], re.MULTILINE)
+    shown = {name: cells for name, *cells in rows}
+    wrong = []
+    for beginning, figures in FIGURES.items():
+        (cells,) = (cells for name, cells in shown.items() if name.startswith(beginning))
+        for figure, cell in zip(figures, cells, strict=True):
+            expected = None if figure is None else measured[figure]["value"]
+            if (cell == "–") != (expected is None) or (
+                expected and abs(float(cell.strip("*").replace(",", "")) - expected) > expected / 50
+            ):
+                wrong.append((beginning, figure, cell, expected))
+    assert wrong == []
+    assert len(shown) == len(FIGURES)
+    soak = json.loads((ROOT / "bench/soak.json").read_text())["ratios"]["soak_last_tenth/soak_first_tenth"]
+    assert f"takes {measured['submit_to_result']['value']:.1f} ms from `submit`" in " ".join(text.split())
+    assert f"reaches {soak:.2f} of the rate" in " ".join(text.split())
