@@ -169,10 +169,10 @@ class Databases:
             await migrate(connection, schema=SCHEMA)
             await connection.execute(_FOR_TESTS + _MAKE_EMPTY)
             databases._ledger = await connection.fetchval(_LEDGER)
-            newest_type = await connection.fetchval("select max(oid)::bigint from pg_type")
+            last_type_oid = await connection.fetchval("select max(oid)::bigint from pg_type")
             await connection.close()
             with pytest.MonkeyPatch.context() as patch:
-                SESSIONS.begin(patch, server, newest_type=newest_type)
+                SESSIONS.begin(patch, server, last_type_oid=last_type_oid)
                 yield databases
             for copy in [copy for free in databases._free.values() for copy in free]:
                 await databases._drop(copy)
@@ -183,7 +183,7 @@ class Databases:
         """The address of a database with empty tables; with `fresh`, tables that no test has used before."""
         copy = await self._take(alteration)
         if fresh:
-            await SESSIONS.leave(copy.name)
+            await SESSIONS.close_parked(copy.name)
             await copy.renew()
         try:
             yield at_database(self._server, copy.name)
@@ -205,11 +205,11 @@ class Databases:
             await self._create(name, self._template if migrated else "template1")
         try:
             yield at_database(self._server, name)
-            await SESSIONS.leave(name)
+            await SESSIONS.close_parked(name)
             left = await self._left_on(name)
             assert not left, f"sessions were left open: {left}"
         finally:
-            await SESSIONS.leave(name)
+            await SESSIONS.close_parked(name)
             await self._connection.execute(f"drop database {name} with (force)")
 
     async def _create(self, name: str, template: str) -> None:
@@ -249,6 +249,6 @@ class Databases:
         return left
 
     async def _drop(self, copy: Copy) -> None:
-        await SESSIONS.leave(copy.name)
+        await SESSIONS.close_parked(copy.name)
         await copy.keeper.close()
         await self._connection.execute(f"drop database if exists {copy.name} with (force)")

@@ -1,4 +1,4 @@
-"""Runs of the benchmark that compare with another checkout or without an optimisation."""
+"""Runs of the benchmark that compare this checkout with another one, or with itself without an optimisation."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def figure(value: float) -> Figure:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """Another checkout, with a different package and benchmark."""
+    """Another checkout of this project, whose package has a name of its own to be recognised by."""
     package = tmp_path / "other" / "src" / "flowfabric"
     (package / "bench").mkdir(parents=True)
     (package / "__init__.py").write_text("from flowfabric.inner import NAME\n")
@@ -33,7 +33,7 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def test_an_overlay_runs_this_benchmark_on_the_other_package(other: Path) -> None:
+def test_an_overlay_has_the_benchmark_of_this_checkout_and_the_package_of_the_other(other: Path) -> None:
     program = "import flowfabric, flowfabric.bench.subject as s; print(flowfabric.NAME, s.BATCH, s.__file__)"
     with overlaid(other) as source:
         out = subprocess.run(
@@ -54,7 +54,7 @@ def test_an_overlay_of_a_folder_that_is_not_a_checkout_is_refused(tmp_path: Path
         pass
 
 
-async def test_a_run_beside_a_checkout_has_the_figures_of_both(server: str) -> None:
+async def test_a_comparison_with_another_checkout_has_the_figures_of_both(server: str) -> None:
     results = await measure_all(Server(server), TINY, report=lambda _: None, beside=ROOT, only=["submit"])
     assert results.errors == {}
     names = [name for name in results.figures if not name.startswith("before:")]
@@ -63,7 +63,7 @@ async def test_a_run_beside_a_checkout_has_the_figures_of_both(server: str) -> N
     assert set(results.ratios) == {f"{name}/before" for name in names}
 
 
-async def test_a_run_without_an_optimisation_compares_its_figures(server: str) -> None:
+async def test_a_comparison_without_an_optimisation_has_the_figures_that_show_its_effect(server: str) -> None:
     results = await measure_without(Server(server), TINY, ["group_commit"], report=lambda _: None)
     assert results.errors == {}
     assert set(results.figures) == {"submit_100_callers", "without_group_commit:submit_100_callers"}
@@ -83,14 +83,14 @@ def test_a_ratio_is_the_median_over_the_rounds_with_both_figures() -> None:
     assert medians(rounds)["a"] == figure(5)
 
 
-def test_versions_are_compared_figure_by_figure_and_each_has_the_usual_ratios() -> None:
+def test_versions_are_compared_figure_by_figure_and_each_version_has_the_ratios_of_an_ordinary_run() -> None:
     rounds = [{"submit": figure(3), "before:submit": figure(2), "new": figure(1)}]
     assert ratios(rounds, ratios_of_versions(rounds)) == {"submit/before": 1.5}
-    slots, best = "worker_default_slots", "worker_end_to_end"
-    rounds = [{slots: figure(3), best: figure(4), f"before:{slots}": figure(1), f"before:{best}": figure(2)}]
+    first, second = "worker_default_slots", "worker_end_to_end"
+    rounds = [{first: figure(3), second: figure(4), f"before:{first}": figure(1), f"before:{second}": figure(2)}]
     assert ratios(rounds, ratios_of_versions(rounds)) == {
-        f"{slots}/before": 3,
-        f"{best}/before": 2,
-        f"{slots}/{best}": 0.75,
-        f"before:{slots}/{best}": 0.5,
+        f"{first}/before": 3,
+        f"{second}/before": 2,
+        f"{first}/{second}": 0.75,
+        f"before:{first}/{second}": 0.5,
     }

@@ -16,8 +16,8 @@ def worker(name: str = "pool", **overrides: Any) -> dict[str, Any]:
     return {"worker_id": name, "worker_instance_id": f"{name}-1", "lane_id": "default", **overrides}
 
 
-async def known(engine: Engine, *names: str) -> None:
-    """Register the identities of workers, so that a claim of theirs that finds nothing writes nothing."""
+async def register_workers(engine: Engine, *names: str) -> None:
+    """Store the ids of workers, by default of `worker`; a claim of theirs that finds nothing then writes nothing."""
     for name in names or ("worker",):
         await parts_of(engine).lifecycle.store.worker_no(name, f"{name}-1")
 

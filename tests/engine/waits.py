@@ -55,7 +55,7 @@ def using(pending: PendingWaitpoint, **overrides: Any) -> SuspendArgs:
 
 
 def triple(handle: Handle) -> dict[str, Any]:
-    """The arguments that name a lease in a service operation."""
+    """The execution and the fence (lease id, epoch, attempt id) of a handle, as arguments of a service operation."""
     return {
         "execution_id": handle.execution_id,
         "lease_id": handle.lease_id,

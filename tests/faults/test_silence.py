@@ -1,4 +1,4 @@
-"""Connections that stay open but deliver nothing, in the pool and under LISTEN."""
+"""Silent connections, which stay open but deliver nothing: of the pool, and of the listener for notifications."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,6 +17,7 @@ from .proxy import Proxy
 
 ONE = Statement("one", "select 1 as one")
 NOTIFICATION = b"A"
+"""The type of NotificationResponse in the Postgres protocol."""
 SLEEP = Statement("sleep", "select pg_sleep(:seconds)")
 
 
@@ -36,7 +37,7 @@ async def database(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     await database.close()
 
 
-async def test_a_timeout_on_a_silent_connection_drops_the_idle_connections_too(
+async def test_a_timeout_on_a_silent_connection_closes_the_idle_connections_too(
     database: Database, proxy: Proxy
 ) -> None:
     await asyncio.gather(*(database.fetch(SLEEP, {"seconds": 0.05}) for _ in range(3)))
@@ -65,11 +66,11 @@ async def test_a_cancelled_call_occupies_the_pool_until_its_connection_is_closed
     """Otherwise many cancelled calls at once would open more connections than the size of the pool."""
     monkeypatch.setattr("flowfabric.db.database.CLOSE_SECONDS", 60)
     database = await Database.open(proxy.url, schema="flowfabric", pool_size=3, limits=Limits(statement_ms=60_000))
-    other = await asyncpg.connect(url)
+    observer = await asyncpg.connect(url)
     running = "select count(*) = 3 from pg_stat_activity where query like '/* sleep */%' and state = 'active'"
     try:
         calls = [asyncio.create_task(database.fetch(SLEEP, {"seconds": 50})) for _ in range(3)]
-        await eventually(lambda: other.fetchval(running))
+        await eventually(lambda: observer.fetchval(running))
         proxy.silence()
         for call in calls:
             call.cancel()
@@ -80,7 +81,7 @@ async def test_a_cancelled_call_occupies_the_pool_until_its_connection_is_closed
         proxy.heal()
         assert (await fourth)[0]["one"] == 1
     finally:
-        await other.close()
+        await observer.close()
         await database.close()
 
 
@@ -89,11 +90,11 @@ async def test_a_call_cancelled_on_a_silent_connection_occupies_the_pool_until_t
 ) -> None:
     monkeypatch.setattr("flowfabric.db.database.CLOSE_SECONDS", 0.2)
     database = await Database.open(proxy.url, schema="flowfabric", pool_size=1, limits=Limits(statement_ms=60_000))
-    other = await asyncpg.connect(url)
+    observer = await asyncpg.connect(url)
     running = "select count(*) = 1 from pg_stat_activity where query like '/* sleep */%' and state = 'active'"
     try:
         call = asyncio.create_task(database.fetch(SLEEP, {"seconds": 50}))
-        await eventually(lambda: other.fetchval(running))
+        await eventually(lambda: observer.fetchval(running))
         proxy.silence()
         call.cancel()
         await asyncio.wait((call,))
@@ -101,27 +102,27 @@ async def test_a_call_cancelled_on_a_silent_connection_occupies_the_pool_until_t
             assert (await database.fetch(ONE, {}))[0]["one"] == 1
     finally:
         proxy.heal()
-        await other.close()
+        await observer.close()
         await database.close()
 
 
 async def test_a_silent_listener_is_replaced(
     database: Database, proxy: Proxy, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel reports no error: the proxy keeps the sockets open."""
+    """The sockets stay open, so the operating system reports no error."""
     monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.1)
     hints, sender = Hints(database), Hints(database)
-    heard: list[list[str]] = []
-    hints.subscribe("work", heard.append)
+    received: list[list[str]] = []
+    hints.subscribe("work", received.append)
     try:
         await hints.listen()
         assert hints.is_listening
         proxy.silence()
         await eventually(lambda: not hints.is_listening)
         await eventually(lambda: hints.is_listening)
-        heard.clear()
+        received.clear()
         sender.send("work", "after")
-        await eventually(lambda: ["after"] in heard)
+        await eventually(lambda: ["after"] in received)
     finally:
         await hints.close()
         await sender.close()
@@ -151,7 +152,7 @@ async def test_a_connection_that_receives_no_notifications_does_not_count_as_lis
         await hints.close()
 
 
-async def test_hints_close_in_time_while_a_hint_is_being_sent_on_a_silent_connection(
+async def test_close_does_not_wait_for_a_hint_that_is_being_sent_on_a_silent_connection(
     proxy: Proxy, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Hints, "CLOSE_SECONDS", 0.2)
@@ -159,6 +160,7 @@ async def test_hints_close_in_time_while_a_hint_is_being_sent_on_a_silent_connec
     hints = Hints(database)
     try:
         hints.send("work", "one")
+        # Wait until the first hint has been sent, over the second connection.
         await eventually(lambda: len(proxy.links) == 2 and (hints._sender is None or hints._sender.done()))
         proxy.silence()
         hints.send("work", "two")

@@ -104,10 +104,10 @@ async def test_a_timer_set_by_another_process_is_processed_by_the_next_look(
 
 
 async def test_claims_skip_their_catch_up_while_the_loop_runs(engine: Engine) -> None:
-    assert not parts_of(engine).catch_up.is_swept
+    assert not parts_of(engine).catch_up.is_left_to_sweeps
     async with Reconciler(engine):
-        assert parts_of(engine).catch_up.is_swept
-    assert not parts_of(engine).catch_up.is_swept
+        assert parts_of(engine).catch_up.is_left_to_sweeps
+    assert not parts_of(engine).catch_up.is_left_to_sweeps
 
 
 async def test_two_loops_process_everything_once(
@@ -158,7 +158,7 @@ async def test_a_failing_sweep_is_counted_and_does_not_stop_the_others(
         await eventually(lambda: stats.errors >= 3)
         assert (stats.last_error, stats.cycles) == ("cannot", 0)
         assert stats.lag_seconds > 0
-        assert not parts_of(engine).catch_up.is_swept
+        assert not parts_of(engine).catch_up.is_left_to_sweeps
 
 
 async def test_a_sweep_recovers_after_failures(
@@ -174,7 +174,7 @@ async def test_a_sweep_recovers_after_failures(
     async with Reconciler(engine, sweeps=[counting(fail_twice)]) as reconciler:
         await eventually(lambda: reconciler.stats["counting"].cycles >= 1)
         assert reconciler.stats["counting"].errors == 2
-        await eventually(lambda: parts_of(engine).catch_up.is_swept)
+        await eventually(lambda: parts_of(engine).catch_up.is_left_to_sweeps)
         assert reconciler.stats["counting"].lag_seconds == 0
 
 

@@ -39,7 +39,7 @@ async def test_an_expired_lease_is_marked_once_and_the_next_claim_takes_it(
     assert (row["attempt_state"], row["blocking_detail"]) == ("attempt_interrupted", "lease expired, awaiting reclaim")
     assert (row["lease_epoch"], row["lease_id"]) == (lost.lease_epoch, lost.lease_id)
     assert [event["kind"] for event in await rows.events(lost.execution_id)] == ["acquired", "expired"]
-    parts_of(engine).catch_up.is_swept = True
+    parts_of(engine).catch_up.is_left_to_sweeps = True
     taken = await given.claim(worker="another")
     assert (taken.execution_id, taken.attempt_type) == (lost.execution_id, AttemptType.RECLAIM)
     assert taken.lease_epoch == lost.lease_epoch + 1

@@ -74,7 +74,7 @@ class Store:
         self.engine = await self._stack.enter_async_context(Engine.connect(settings=settings))
         self.parts = parts_of(self.engine)
         # The machine runs the sweeps itself, so that a claim finds what the model finds.
-        self.parts.catch_up.is_swept = True
+        self.parts.catch_up.is_left_to_sweeps = True
 
     async def close_engine(self) -> None:
         await self._stack.aclose()

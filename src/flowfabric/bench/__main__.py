@@ -25,7 +25,7 @@ from flowfabric.bench.suite import (
     measure_soak,
     measure_without,
 )
-from flowfabric.bench.without import TABLE
+from flowfabric.bench.without import OPTIMISATIONS
 
 ALL = "all"
 CHOICES = [subject for subject in SUBJECTS if subject != SOAK]
@@ -52,9 +52,9 @@ def main() -> None:
     parser.add_argument(
         "--without",
         nargs="+",
-        choices=[*TABLE, ALL],
+        choices=[*OPTIMISATIONS, ALL],
         metavar="NAME",
-        help=f"measure with and without an optimisation instead: {', '.join(TABLE)}, or {ALL}",
+        help=f"measure with and without an optimisation instead: {', '.join(OPTIMISATIONS)}, or {ALL}",
     )
     parser.add_argument("--rounds", type=int, help="how many times each subject is measured")
     options = parser.parse_args()
@@ -72,7 +72,7 @@ def main() -> None:
     if options.soak:
         results = asyncio.run(soak(options.url, SHORT_SOAK if options.quick else LONG_SOAK))
     else:
-        without = [*TABLE] if options.without and ALL in options.without else options.without or ()
+        without = [*OPTIMISATIONS] if options.without and ALL in options.without else options.without or ()
         results = asyncio.run(measure(options.url, plan, options.beside, options.only, without))
     if not options.quick:
         kinds = {"soak": options.soak, "without": options.without, "beside": options.beside, "only": options.only}

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from flowfabric.bench.subject import Measure, Task
-from flowfabric.bench.without import TABLE, switch_off
+from flowfabric.bench.without import OPTIMISATIONS, switch_off
 
 Answer = TypeVar("Answer")
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument("--url", required=True)
     parser.add_argument("--scale", type=float, default=1.0)
-    parser.add_argument("--without", choices=TABLE)
+    parser.add_argument("--without", choices=OPTIMISATIONS)
     options = parser.parse_args()
     with os.fdopen(os.dup(1), "w") as answer:
         # What a peer prints goes to stderr.

@@ -20,7 +20,7 @@ from flowfabric.bench.ratios import BEFORE, RATIOS, medians, ratios, ratios_of_v
 from flowfabric.bench.run import SUBJECTS
 from flowfabric.bench.server import Server
 from flowfabric.bench.subject import Figure, Figures
-from flowfabric.bench.without import TABLE
+from flowfabric.bench.without import OPTIMISATIONS
 from flowfabric.version import __version__
 
 SUBJECT_TIMEOUT_S = 300
@@ -128,7 +128,7 @@ async def measure_without(
 ) -> Results:
     """Measure the subject of each optimisation with and without it, in the same rounds."""
     conditions = await environment(server, plan)
-    entries = {name: TABLE[name] for name in names}
+    entries = {name: OPTIMISATIONS[name] for name in names}
     variants: list[Variant] = []
     for subject in dict.fromkeys(entry.subject for entry in entries.values()):
         variants.append(Variant(subject=subject))

@@ -1,6 +1,6 @@
 """Switch off one optimisation at a time, to measure whether it is worth its code.
 
-The package has no switches: an entry of the table names what is replaced, in the process of the subject before it runs.
+The package has no switches. Instead, functions and constants are replaced in the process that runs the benchmark.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ Substitute = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Without:
+class Optimisation:
     """One optimisation: what it does, how it is switched off, and the subject and figures that show its effect."""
 
     does: str
-    replaces: dict[str, Substitute]
-    """By target, `package.module:Class.attribute` or `package.module:name`."""
+    replacements: dict[str, Substitute]
+    """What is replaced (`package.module:Class.attribute` or `package.module:name`), and by what."""
     subject: str
     figures: tuple[str, ...]
 
@@ -64,72 +64,72 @@ def _put_alone(_: object) -> Callable[[Any, Any], "asyncio.Future[Any]"]:
 
 ENGINE = "flowfabric.engine"
 
-TABLE = {
-    "watermark": Without(
+OPTIMISATIONS = {
+    "watermark": Optimisation(
         does="a claim starts after the entries that this process has claimed, not at the head of the queue",
-        replaces={f"{ENGINE}.core.watermark:ScanWatermarks.raise_to": returning(None)},
+        replacements={f"{ENGINE}.core.watermark:ScanWatermarks.raise_to": returning(None)},
         subject="dead_rows",
         figures=("pinned_backlog_last",),
     ),
-    "timer_watermark": Without(
+    "timer_watermark": Optimisation(
         does="a check for due timers starts at the first possible live timer, not at the head of the index",
-        replaces={f"{ENGINE}.core.watermark:TimerWatermark.move_to": returning(None)},
+        replacements={f"{ENGINE}.core.watermark:TimerWatermark.move_to": returning(None)},
         subject="dead_rows",
         figures=("pinned_timer_look",),
     ),
-    "completion": Without(
+    "completion": Optimisation(
         does="completions whose fences match have their own statement",
-        replaces={f"{ENGINE}.core.consequence:LeaseEnds._complete": returning_async(())},
+        replacements={f"{ENGINE}.core.consequence:LeaseEnds._complete": returning_async(())},
         subject="work",
         figures=("engine_claim_finish", "worker_end_to_end"),
     ),
-    "insert_alike": Without(
+    "insert_alike": Optimisation(
         does="submissions that differ only in id, priority, payload and tags have their own statement",
-        replaces={
+        replacements={
             f"{ENGINE}.execution.checking:Submissions.uniform_batch": returning(None),
             f"{ENGINE}.execution.checking:Submission.is_plain": returning(False),
         },
         subject="submit",
         figures=("submit_batch", "submit_100_callers"),
     ),
-    "group_commit": Without(
+    "group_commit": Optimisation(
         does="concurrent calls of one process share a statement and a commit",
-        replaces={"flowfabric.db.batch:Batch.put": _put_alone},
+        replacements={"flowfabric.db.batch:Batch.put": _put_alone},
         subject="submit",
         figures=("submit_100_callers",),
     ),
-    "claim_ahead": Without(
+    "claim_ahead": Optimisation(
         does="a worker claims more than its free slots while fast handlers process a backlog",
-        replaces={"flowfabric.worker.ahead:Ahead.claimed": returning(None)},
+        replacements={"flowfabric.worker.ahead:Ahead.claimed": returning(None)},
         subject="work",
         figures=("worker_default_slots",),
     ),
-    "known_queues": Without(
+    "known_queues": Optimisation(
         does="a claim does not return the lane and kind of queues that the process has claimed from before",
-        replaces={f"{ENGINE}.lease.claim:Queues.MAX_KNOWN": value(0)},
+        replacements={f"{ENGINE}.lease.claim:Queues.MAX_KNOWN": value(0)},
         subject="work",
         figures=("engine_claim_finish",),
     ),
-    "queue_walk": Without(
+    "queue_walk": Optimisation(
         does="a claim of few queues of a lane scans those queues, not the whole route",
-        replaces={f"{ENGINE}.lease.claim:Scans.MAX_QUEUES": value(-1)},
+        replacements={f"{ENGINE}.lease.claim:Scans.MAX_QUEUES": value(-1)},
         subject="backlog",
         figures=("claim_behind_300k_of_other_kinds",),
     ),
-    "two_claims": Without(
+    "two_claims": Optimisation(
         does="a process makes two claims concurrently",
-        replaces={f"{ENGINE}.lease.claim:MAX_AT_ONCE": value(1)},
+        replacements={f"{ENGINE}.lease.claim:MAX_AT_ONCE": value(1)},
         subject="work",
         figures=("engine_claim_finish",),
     ),
 }
 
 
-def switch_off(name: str, put: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Switch off an optimisation in this process, permanently."""
-    for target, substitute in TABLE[name].replaces.items():
+def switch_off(name: str, set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Switch off an optimisation in this process, for good unless `set_attribute` undoes it."""
+    for target, substitute in OPTIMISATIONS[name].replacements.items():
         owner, attribute = resolve(target)
-        put(owner, attribute, substitute(vars(owner)[attribute]))
+        set_attribute(owner, attribute, substitute(vars(owner)[attribute]))
 
 
 def resolve(target: str) -> tuple[ModuleType | type, str]:
@@ -139,11 +139,11 @@ def resolve(target: str) -> tuple[ModuleType | type, str]:
     try:
         owner: Any = import_module(module_name)
     except ImportError as missing:
-        raise LookupError(f"{target} does not exist: {missing}; correct the table in {__file__}") from missing
+        raise LookupError(f"{target} does not exist: {missing}; correct OPTIMISATIONS in {__file__}") from missing
     for name in outer:
         owner = vars(owner).get(name)
         if not isinstance(owner, type):
-            raise LookupError(f"{target} does not exist: no class {name}; correct the table in {__file__}")
+            raise LookupError(f"{target} does not exist: no class {name}; correct OPTIMISATIONS in {__file__}")
     if attribute not in vars(owner):
-        raise LookupError(f"{target} does not exist: no {attribute}; correct the table in {__file__}")
+        raise LookupError(f"{target} does not exist: no {attribute}; correct OPTIMISATIONS in {__file__}")
     return owner, attribute

@@ -13,20 +13,20 @@ Answer = TypeVar("Answer")
 
 
 class Locked:
-    """The answer for an item that a shared statement skipped: its row is locked, or it must run alone."""
+    """The answer for an item that a shared statement skipped, because its row is locked or it must run alone."""
 
 
 LOCKED: Final = Locked()
 
 
 class _Entry(Generic[Item, Answer]):
-    __slots__ = ("answer", "item", "keys", "passes")
+    __slots__ = ("answer", "item", "keys", "tries")
 
     def __init__(self, item: Item, keys: tuple[Hashable, ...], answer: "asyncio.Future[Answer]") -> None:
         self.item = item
         self.keys = keys
         self.answer = answer
-        self.passes = 0
+        self.tries = 0
 
 
 class Batch(Generic[Item, Answer]):
@@ -37,9 +37,10 @@ class Batch(Generic[Item, Answer]):
     fails because of an item, its items are repeated one by one. Cancelling a caller does not withdraw its item.
     """
 
-    MAX_PASSES = 2
+    MAX_SHARED_TRIES = 2
+    """How many shared statements an item is part of before it runs alone."""
     MAX_ALONE = 4
-    """Items that run alone at the same time, so that locked rows do not keep every connection waiting."""
+    """The most items that run alone at the same time, so that locked rows do not keep every connection waiting."""
 
     def __init__(
         self,
@@ -50,6 +51,11 @@ class Batch(Generic[Item, Answer]):
         size: int = 128,
         streams: int = 2,
     ) -> None:
+        """Run shared statements with `together` and single items with `alone`.
+
+        `size` is the most items of a statement, `streams` the number of statements at the same time. `keys` returns
+        what an item locks.
+        """
         self._together = together
         self._alone = alone
         self._keys = keys
@@ -71,7 +77,10 @@ class Batch(Generic[Item, Answer]):
         return answer
 
     async def run(self, items: Sequence[Item]) -> list[Answer | Exception]:
-        """Return the answers of one caller's items in order, from one statement; a repeated key takes another one."""
+        """Return the answers to the items of one caller, in order.
+
+        The items share one statement; items with a repeated key run in a further one.
+        """
         answers: list[Answer | Locked | Exception] = [LOCKED] * len(items)
         remaining = list(range(len(items)))
         while remaining:
@@ -81,17 +90,18 @@ class Batch(Generic[Item, Answer]):
             for at in remaining:
                 keys = self._keys(items[at])
                 (later if keys and not seen.isdisjoint(keys) else now).append(at)
-                # Includes the keys of deferred items: an item that shares one must come after it.
+                # Also the keys of items that run later: a further item with one of them must run after those.
                 seen.update(keys)
-            for _ in range(self.MAX_PASSES):
-                for at, answer in zip(now, await self._try([items[at] for at in now]), strict=True):
+            for _ in range(self.MAX_SHARED_TRIES):
+                for at, answer in zip(now, await self._try_together([items[at] for at in now]), strict=True):
                     answers[at] = answer
                 now = [at for at in now if answers[at] is LOCKED]
                 if not now:
                     break
-            for at, answer in zip(now, await asyncio.gather(*(self._one(items[at]) for at in now)), strict=True):
+            for at, answer in zip(now, await asyncio.gather(*(self._try_alone(items[at]) for at in now)), strict=True):
                 answers[at] = answer
             remaining = later
+        # No item is LOCKED any more; the condition is for the type checker.
         return [answer for answer in answers if not isinstance(answer, Locked)]
 
     async def drain(self) -> None:
@@ -109,9 +119,9 @@ class Batch(Generic[Item, Answer]):
             # One turn of the event loop lets concurrent callers join the first statement.
             await asyncio.sleep(0)
             while entries := self._take():
-                self._answer(entries, await self._try([entry.item for entry in entries]))
+                self._answer(entries, await self._try_together([entry.item for entry in entries]))
         finally:
-            # Not the number of tasks: a task that waits for a lock must not keep a new stream from starting.
+            # Counted apart from self._tasks: a task that waits for a lock must not keep a new stream from starting.
             self._running -= 1
 
     def _take(self) -> list[_Entry[Item, Answer]]:
@@ -128,7 +138,7 @@ class Batch(Generic[Item, Answer]):
         waiting.extendleft(reversed(skipped))
         return taken
 
-    async def _try(self, items: list[Item]) -> Sequence[Answer | Locked | Exception]:
+    async def _try_together(self, items: list[Item]) -> Sequence[Answer | Locked | Exception]:
         """Run one shared statement; if an item makes it fail, run each item alone."""
         try:
             return await self._together(items)
@@ -138,9 +148,9 @@ class Batch(Generic[Item, Answer]):
         except Exception as error:
             if len(items) == 1:
                 return [error]
-        return await asyncio.gather(*map(self._one, items))
+        return await asyncio.gather(*map(self._try_alone, items))
 
-    async def _one(self, item: Item) -> Answer | Exception:
+    async def _try_alone(self, item: Item) -> Answer | Exception:
         async with self._alone_slots:
             try:
                 return await self._alone(item)
@@ -151,8 +161,8 @@ class Batch(Generic[Item, Answer]):
         in_flight = self._in_flight
         for entry, answer in zip(entries, answers, strict=True):
             if isinstance(answer, Locked):
-                entry.passes += 1
-                if entry.passes < self.MAX_PASSES:
+                entry.tries += 1
+                if entry.tries < self.MAX_SHARED_TRIES:
                     in_flight.difference_update(entry.keys)
                     self._waiting.appendleft(entry)
                 else:
@@ -169,7 +179,7 @@ class Batch(Generic[Item, Answer]):
                 future.set_result(answer)
 
     async def _answer_alone(self, entry: _Entry[Item, Answer]) -> None:
-        self._answer([entry], [await self._one(entry.item)])
+        self._answer([entry], [await self._try_alone(entry.item)])
         # Items with the same keys may have waited for this one.
         while entries := self._take():
-            self._answer(entries, await self._try([entry.item for entry in entries]))
+            self._answer(entries, await self._try_together([entry.item for entry in entries]))

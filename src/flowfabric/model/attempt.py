@@ -1,4 +1,4 @@
-"""Attempts: how reads show them, and how a worker reports a failure."""
+"""Attempts as they are read, and the failure that a worker reports."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
@@ -59,7 +59,7 @@ class CurrentAttempt:
 
 
 class FailureClass(StrEnum):
-    """The class of failure a worker reports; the value is the failure category."""
+    """The class of failure that a worker reports; its value is the failure category unless the reason has its own."""
 
     TRANSIENT = "transient"
     PERMANENT = "permanent"
@@ -70,7 +70,10 @@ class FailureClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FailureReason:
-    """Why an attempt failed; a non-empty detail is the caller's own failure category."""
+    """Why an attempt failed.
+
+    A non-empty `detail` is the failure category, instead of the one of the failure class.
+    """
 
     message: str
     _: KW_ONLY
@@ -92,7 +95,7 @@ class FailureReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """How an attempt failed, as reads show it."""
+    """How an attempt failed, as it is read."""
 
     message: str
     category: str | None
@@ -102,7 +105,7 @@ class Failure:
 
 
 def failure_category(reason: FailureReason, failure_class: FailureClass) -> str:
-    """Return the failure category, which the retry policy decides on."""
+    """Return the category by which the retry policy decides: the reason's detail, or else the failure class."""
     detail = reason.detail
     if isinstance(detail, bytes):
         try:

@@ -1,4 +1,4 @@
-"""Stored outcomes of suspends, so that a repeated call with the same idempotency key returns the same outcome."""
+"""The stored outcome of a suspend, which a repeated call with the same idempotency key returns."""
 
 from typing import TypeAlias
 
@@ -16,10 +16,11 @@ from flowfabric.model.waitpoint import AdditionalWaitpoint
 
 SuspendOutcome: TypeAlias = Suspended | AlreadyMet
 
-_MET = AlreadySatisfied.__name__
+# Stored under the name of the base class.
+_ALREADY_MET = AlreadySatisfied.__name__
 
 
-class _Extra(msgspec.Struct):
+class _AdditionalWaitpoint(msgspec.Struct):
     waitpoint_id: str
     waitpoint_key: str
     token: str
@@ -30,7 +31,7 @@ class _Details(msgspec.Struct):
     waitpoint_id: str
     waitpoint_key: str
     token: str
-    extras: list[_Extra]
+    extras: list[_AdditionalWaitpoint]
 
 
 class _Record(msgspec.Struct):
@@ -48,17 +49,17 @@ def already_met(details: SuspendDetails) -> AlreadyMet:
 
 
 def outcome_json(outcome: SuspendOutcome) -> str:
-    """Return the JSON text of an outcome for storage; it contains live tokens."""
+    """Return an outcome as JSON text for storage. It contains the tokens of the waitpoints in clear text."""
     details = outcome.details
     record = _Record(
-        variant=Suspended.__name__ if isinstance(outcome, Suspended) else _MET,
+        variant=Suspended.__name__ if isinstance(outcome, Suspended) else _ALREADY_MET,
         details=_Details(
             suspension_id=str(details.suspension_id),
             waitpoint_id=str(details.waitpoint_id),
             waitpoint_key=details.waitpoint_key,
             token=details.waitpoint_token.reveal(),
             extras=[
-                _Extra(str(each.waitpoint_id), each.waitpoint_key, each.waitpoint_token.reveal())
+                _AdditionalWaitpoint(str(each.waitpoint_id), each.waitpoint_key, each.waitpoint_token.reveal())
                 for each in details.additional_waitpoints
             ],
         ),
@@ -93,7 +94,7 @@ def _outcome(record: _Record, attempt_index: int) -> SuspendOutcome | None:
             for each in record.details.extras
         ),
     )
-    if record.variant == _MET:
+    if record.variant == _ALREADY_MET:
         return already_met(details)
     if record.variant == Suspended.__name__ and record.handle_opaque_hex is not None:
         handle = Handle.decode(bytes.fromhex(record.handle_opaque_hex), HandleKind.SUSPENDED)

@@ -119,7 +119,7 @@ class Reconciler:
     async def stop(self) -> None:
         """Stop after the running sweep, at the latest after SHUTDOWN_SECONDS; uncommitted work is rolled back."""
         self._is_stopping = True
-        self._parts.catch_up.is_swept = False
+        self._parts.catch_up.is_left_to_sweeps = False
         self._parts.wakeups.timer_event.set()
         task, self._task = self._task, None
         if task is not None:
@@ -147,7 +147,7 @@ class Reconciler:
                 await self._run_ticks(first)
             except Exception:
                 logger.exception("the reconciler failed and restarts in %s s", self.RESTART_SECONDS)
-                self._parts.catch_up.is_swept = False
+                self._parts.catch_up.is_left_to_sweeps = False
                 first.set()
                 await self._wait(self.RESTART_SECONDS)
 
@@ -162,7 +162,7 @@ class Reconciler:
             except TransportError as fault:
                 self._on_tick(fault, began)
                 logger.debug("the reconciler tries again: %s", fault)
-                self._parts.catch_up.is_swept = False
+                self._parts.catch_up.is_left_to_sweeps = False
                 pause = next(faults)
             first.set()
             await self._wait(pause)
@@ -198,7 +198,7 @@ class Reconciler:
                 processed += await self._run_safely(scheduled)
             elif scheduled.stats.due_since is None:
                 scheduled.stats.due_since = time.monotonic()
-        self._parts.catch_up.is_swept = not self._is_stopping and all(
+        self._parts.catch_up.is_left_to_sweeps = not self._is_stopping and all(
             scheduled.failures == 0 for scheduled in self._sweeps if scheduled.sweep.is_woken_by_timers
         )
         return self._pause(processed, due.next_due_in_ms)

@@ -1,4 +1,4 @@
-"""Quarantine: how long a sweep skips items that failed, and that it processes the others."""
+"""Quarantine: a sweep skips items that failed for a while, and processes the others."""
 
 from collections.abc import Sequence
 from uuid import UUID
@@ -6,8 +6,9 @@ from uuid import UUID
 import asyncpg
 import pytest
 
+from engine.state import HandClock
 from fixtures import Clock, Engines, Given, Rows
-from flowfabric.engine.core import quarantine as module
+from flowfabric.engine.core import quarantine as quarantine_module
 from flowfabric.engine.core.quarantine import SKIPPED_INTERVALS, Quarantine, pause_after
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import TransportError, error
@@ -16,26 +17,19 @@ from flowfabric.model.ids import ExecutionId
 IDS = [ExecutionId(f"{{fp:{nth}}}:11111111-1111-4111-8111-{nth:012d}") for nth in range(10)]
 
 
-class Time:
-    """A clock that only the test moves."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def monotonic() -> HandClock:
+    return HandClock()
 
 
 @pytest.fixture
-def time() -> Time:
-    return Time()
-
-
-@pytest.fixture
-def quarantine(time: Time) -> Quarantine:
-    return Quarantine(2.0, clock=time)
+def quarantine(monotonic: HandClock) -> Quarantine:
+    """The quarantine of a sweep that runs every two seconds."""
+    return Quarantine(2.0, clock=monotonic)
 
 
 def uuids(*execution_ids: ExecutionId) -> list[UUID]:
+    """The UUIDs in execution ids, which is how a quarantine lists them."""
     return [UUID(each[-36:]) for each in execution_ids]
 
 
@@ -43,31 +37,34 @@ def test_every_third_failure_in_a_row_pauses_for_ten_intervals() -> None:
     assert [pause_after(failures, 2.0) for failures in range(1, 8)] == [2, 2, 20, 2, 2, 20, 2]
 
 
-def test_an_item_that_failed_is_skipped_until_its_pause_is_over(quarantine: Quarantine, time: Time) -> None:
+def test_an_item_that_failed_is_skipped_until_its_pause_is_over(quarantine: Quarantine, monotonic: HandClock) -> None:
     for pause in (2.0, 2.0, 20.0):
-        quarantine.failed(IDS[0], "no luck")
-        time.now += pause - 0.1
+        quarantine.failed(IDS[0], "broken")
+        monotonic.now += pause - 0.1
         assert quarantine.skipped() == uuids(IDS[0])
-        time.now += 0.1
+        monotonic.now += 0.1
         assert quarantine.skipped() == []
 
 
-def test_an_item_that_no_longer_fails_is_forgotten(quarantine: Quarantine, time: Time) -> None:
+def test_an_item_that_has_not_failed_for_ten_intervals_starts_again_with_the_first_failure(
+    quarantine: Quarantine, monotonic: HandClock
+) -> None:
     for _ in range(2):
-        quarantine.failed(IDS[0], "no luck")
-    time.now += 2.1 + 2.0 * SKIPPED_INTERVALS
+        quarantine.failed(IDS[0], "broken")
+    monotonic.now += 2.1 + 2.0 * SKIPPED_INTERVALS
     assert quarantine.skipped() == []
-    quarantine.failed(IDS[0], "no luck")
-    time.now += 2.0
+    quarantine.failed(IDS[0], "broken")
+    # A third failure in a row would pause for 20 seconds.
+    monotonic.now += 2.0
     assert quarantine.skipped() == []
 
 
 def test_the_oldest_failures_are_forgotten_beyond_the_limit(
     quarantine: Quarantine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_SKIPPED", 3)
+    monkeypatch.setattr(quarantine_module, "MAX_SKIPPED", 3)
     for execution_id in IDS[:5]:
-        quarantine.failed(execution_id, "no luck")
+        quarantine.failed(execution_id, "broken")
     assert quarantine.skipped() == uuids(*IDS[2:5])
 
 
@@ -84,9 +81,10 @@ async def test_a_failing_batch_is_processed_item_by_item_and_the_next_skips_the_
         return len(found)
 
     async def alone(execution_id: ExecutionId) -> bool:
+        # Items fail in both ways: with an exception, or by returning False.
         tried.append(execution_id)
         if execution_id in bad[:3]:
-            raise ValueError("no luck")
+            raise ValueError("broken")
         return execution_id not in bad
 
     assert await quarantine.sweep(together, alone, limit=3) == 3
@@ -95,32 +93,32 @@ async def test_a_failing_batch_is_processed_item_by_item_and_the_next_skips_the_
     assert await quarantine.sweep(together, alone, limit=3) == 1
 
 
-async def test_a_connection_fault_is_no_failure_of_an_item(quarantine: Quarantine) -> None:
+async def test_a_connection_fault_is_raised_and_does_not_count_as_a_failure_of_an_item(quarantine: Quarantine) -> None:
     async def together(skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
         found[:] = IDS[:2]
         raise TransportError("transport", "gone")
 
     async def alone(execution_id: ExecutionId) -> bool:
-        raise AssertionError("nothing is tried")
+        raise AssertionError("no item is tried alone")
 
     with pytest.raises(TransportError):
         await quarantine.sweep(together, alone, limit=3)
     assert quarantine.skipped() == []
 
 
-async def test_a_fault_before_any_item_is_found_is_one_of_the_sweep(quarantine: Quarantine) -> None:
+async def test_a_fault_before_any_item_is_found_is_raised(quarantine: Quarantine) -> None:
     async def together(skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
         raise error("corruption")
 
     async def alone(execution_id: ExecutionId) -> bool:
-        raise AssertionError("nothing is tried")
+        raise AssertionError("no item is tried alone")
 
     with pytest.raises(Exception, match="corruption"):
         await quarantine.sweep(together, alone, limit=3)
 
 
 async def test_a_failing_batch_is_halved_until_only_failing_items_are_left(quarantine: Quarantine) -> None:
-    bad, tried = {IDS[2], IDS[7]}, []
+    bad, sizes = {IDS[2], IDS[7]}, []
 
     async def batch(skipped: Sequence[UUID]) -> int:
         raise error("corruption")
@@ -128,31 +126,33 @@ async def test_a_failing_batch_is_halved_until_only_failing_items_are_left(quara
     async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
         return IDS[:8]
 
-    async def some(execution_ids: Sequence[ExecutionId]) -> int:
-        tried.append(len(execution_ids))
+    async def items(execution_ids: Sequence[ExecutionId]) -> int:
+        sizes.append(len(execution_ids))
         if bad & set(execution_ids):
             raise error("corruption")
         return len(execution_ids)
 
-    assert await quarantine.sweep_by_halves(batch, list_due, some, limit=9) == 6
-    assert sorted(tried, reverse=True) == [8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1]
+    assert await quarantine.sweep_by_halves(batch, list_due, items, limit=9) == 6
+    assert sorted(sizes, reverse=True) == [8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1]
     assert quarantine.skipped() == uuids(IDS[2], IDS[7])
 
 
-async def test_a_connection_fault_between_two_halves_is_no_failure_of_an_item(quarantine: Quarantine) -> None:
+async def test_a_connection_fault_while_a_batch_is_halved_does_not_count_as_a_failure_of_an_item(
+    quarantine: Quarantine,
+) -> None:
     async def batch(skipped: Sequence[UUID]) -> int:
         raise error("corruption")
 
     async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
         return IDS[:2]
 
-    async def some(execution_ids: Sequence[ExecutionId]) -> int:
+    async def items(execution_ids: Sequence[ExecutionId]) -> int:
         if len(execution_ids) == 2:
             raise error("corruption")
         raise TransportError("transport", "gone")
 
     with pytest.raises(TransportError):
-        await quarantine.sweep_by_halves(batch, list_due, some, limit=3)
+        await quarantine.sweep_by_halves(batch, list_due, items, limit=3)
     assert quarantine.skipped() == []
 
 
@@ -162,14 +162,14 @@ async def test_an_unreadable_policy_does_not_block_other_timeouts(
     engine = await engines(attempt_timeout_interval_s=3600)
     policy = {"timeout_policy": {"attempt_timeout_ms": 1000}}
     bad, good = await given.claimed(policy=policy), await given.claimed(policy=policy)
-    late = await given.claimed(policy=policy, execution_deadline_at=await clock.now() + 1000)
-    # What a broken version stored; a deadline needs no policy.
+    past_deadline = await given.claimed(policy=policy, execution_deadline_at=await clock.now() + 1000)
+    # A policy that cannot be read, as a faulty version might have stored it; a deadline does not depend on the policy.
     await connection.execute(
         "update execution set policy = '[]' where execution_id = any($1)",
-        [bad.execution_id[-36:], late.execution_id[-36:]],
+        [bad.execution_id[-36:], past_deadline.execution_id[-36:]],
     )
     await clock.advance(ms=1000)
     assert await parts_of(engine).timeouts.expire_due() == 2
-    states = [(await rows.execution(each.execution_id))["public_state"] for each in (bad, good, late)]
+    states = [(await rows.execution(each.execution_id))["public_state"] for each in (bad, good, past_deadline)]
     assert states == ["active", "expired", "expired"]
     assert parts_of(engine).timeouts.quarantine.skipped() == uuids(bad.execution_id)

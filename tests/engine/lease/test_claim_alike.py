@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.cases import in_turn
-from engine.grants import claim_named, claim_resumed, known, worker
+from engine.grants import claim_named, claim_resumed, register_workers, worker
 from engine.state import attempts, claim, claim_rows, ids, revoke
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
@@ -16,7 +16,7 @@ from flowfabric.model.grant import Granted
 @pytest.fixture
 async def engine(engine: Engine) -> Engine:
     """An engine that knows the worker who searches."""
-    await known(engine)
+    await register_workers(engine)
     return engine
 
 

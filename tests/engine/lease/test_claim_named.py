@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from engine.cases import Cases, in_turn
-from engine.grants import claim_named, grant, granted, known, resumable, worker
+from engine.grants import claim_named, grant, granted, register_workers, resumable, worker
 from engine.state import ACTIVE, attempts, event_texts, refused, vector
 from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
@@ -29,7 +29,7 @@ NEW: dict[str, Any] = {"worker_id": "unheard", "worker_instance_id": "unheard-of
 @pytest.fixture
 async def engine(engine: Engine) -> Engine:
     """An engine with a key to sign grants with, that knows the worker who searches."""
-    await known(engine)
+    await register_workers(engine)
     return engine
 
 

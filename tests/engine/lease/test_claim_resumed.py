@@ -6,7 +6,7 @@ import asyncpg
 import pytest
 
 from engine.cases import Cases, in_turn
-from engine.grants import claim_resumed, grant, known, resumable
+from engine.grants import claim_resumed, grant, register_workers, resumable
 from engine.state import ACTIVE, event_texts, refused, vector
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
@@ -21,7 +21,7 @@ LEASE = "01a1def0-0000-7000-8000-000000000001"
 @pytest.fixture
 async def engine(engine: Engine) -> Engine:
     """An engine with a key to sign grants with, that knows the worker who searches."""
-    await known(engine)
+    await register_workers(engine)
     return engine
 
 

@@ -6,7 +6,17 @@ import asyncpg
 import pytest
 
 from engine.cases import Cases, in_turn
-from engine.grants import claim_named, claim_resumed, grant, granted, known, reclaim, reclaim_grant, resumable, worker
+from engine.grants import (
+    claim_named,
+    claim_resumed,
+    grant,
+    granted,
+    reclaim,
+    reclaim_grant,
+    register_workers,
+    resumable,
+    worker,
+)
 from engine.state import claim, ids, made, new, refused
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
@@ -23,7 +33,7 @@ GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
 async def test_a_closed_lane_stops_named_claims(
     engine: Engine, given: Given, rows: Rows, clock: Clock, state: str
 ) -> None:
-    await known(engine)
+    await register_workers(engine)
     lost = await given.claimed(lease_ttl_ms=1000)
     put_aside = await resumable(given)
     await clock.advance(seconds=2)
@@ -64,7 +74,7 @@ async def test_a_locked_row_does_not_change_the_order_of_the_others(
 
 
 async def test_only_json_that_postgres_can_store_is_accepted(engine: Engine, given: Given, rows: Rows) -> None:
-    await known(engine)
+    await register_workers(engine)
     execution_id, granted_id = await given.created(), await given.created()
     await grant(engine, granted_id)
     with Cases() as cases:

@@ -16,8 +16,8 @@ from engine.grants import (
     claim_resumed,
     grant,
     granted,
-    known,
     reclaim_grant,
+    register_workers,
     resumable,
     worker,
 )
@@ -38,7 +38,7 @@ GPU = {"routing_requirements": {"required_capabilities": ["gpu", "cuda"]}}
 @pytest.fixture
 async def engine(engine: Engine) -> Engine:
     """An engine with a key to sign grants with, that knows the worker who searches."""
-    await known(engine)
+    await register_workers(engine)
     return engine
 
 

@@ -1,4 +1,4 @@
-"""Reasons of cancels and failures must be text."""
+"""The reason of a cancel or of a failure must be text."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,41 +11,47 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.attempt import FailureReason
 from flowfabric.model.handle import Handle
 
-Saying = Callable[[Engine, Handle, Any], Awaitable[object]]
+CallWithReason = Callable[[Engine, Handle, Any], Awaitable[object]]
 
-CALLS: dict[str, tuple[str, Saying]] = {
-    "cancel": ("reason", lambda engine, handle, said: engine.cancel(handle, said)),
+CALLS: dict[str, tuple[str, CallWithReason]] = {
+    "cancel": ("reason", lambda engine, handle, reason: engine.cancel(handle, reason)),
     "cancel_execution": (
         "reason",
-        lambda engine, handle, said: engine.cancel_execution(execution_id=handle.execution_id, reason=said),
+        lambda engine, handle, reason: engine.cancel_execution(execution_id=handle.execution_id, reason=reason),
     ),
-    "fail": ("reason", lambda engine, handle, said: engine.fail(handle, reason=said)),
-    "fail, in words": ("reason.message", lambda engine, handle, said: engine.fail(handle, reason=FailureReason(said))),
+    "fail": ("reason", lambda engine, handle, reason: engine.fail(handle, reason=reason)),
+    "fail, message": (
+        "reason.message",
+        lambda engine, handle, reason: engine.fail(handle, reason=FailureReason(reason)),
+    ),
     "fail_execution": (
         "failure_reason",
-        lambda engine, handle, said: engine.fail_execution(**triple(handle), failure_reason=said),
+        lambda engine, handle, reason: engine.fail_execution(**triple(handle), failure_reason=reason),
     ),
     "fail_execution, category": (
         "failure_category",
-        lambda engine, handle, said: engine.fail_execution(**triple(handle), failure_reason="x", failure_category=said),
+        lambda engine, handle, reason: engine.fail_execution(
+            **triple(handle), failure_reason="x", failure_category=reason
+        ),
     ),
 }
-NO_TEXTS = (None, 3, 1.5, True, b"bytes", ["text"], {"a": 1}, ValueError("as it came"), object)
+"""By name: the argument that must be text, and the call."""
+NOT_TEXT = (None, 3, 1.5, True, b"bytes", ["text"], {"a": 1}, ValueError("text"), object)
 
 
 async def test_a_reason_must_be_text(engine: Engine, given: Given, rows: Rows) -> None:
-    handles = {call: await given.claimed(policy={"retry_policy": {"max_retries": 1}}) for call in CALLS}
+    handles = {name: await given.claimed(policy={"retry_policy": {"max_retries": 1}}) for name in CALLS}
     with Cases() as cases:
         async with rows.unchanged():
-            for call, (field, say) in CALLS.items():
-                for said in NO_TEXTS:
-                    with cases((call, said)):
-                        refusal = await refused(say(engine, handles[call], said), "invalid_input")
+            for name, (field, call) in CALLS.items():
+                for wrong in NOT_TEXT:
+                    with cases((name, wrong)):
+                        refusal = await refused(call(engine, handles[name], wrong), "invalid_input")
                         assert str(refusal.detail).startswith(f"{field}: must be text")
-                        assert str(refusal.detail).endswith(f"got {said!r}")
-        for call, (_, say) in CALLS.items():
-            with cases(call):
-                await say(engine, handles[call], "a text")
+                        assert str(refusal.detail).endswith(f"got {wrong!r}")
+        for name, (_, call) in CALLS.items():
+            with cases(name):
+                await call(engine, handles[name], "a text")
 
 
 async def test_the_category_and_the_exception_of_a_failure_must_be_text(
@@ -60,23 +66,23 @@ async def test_the_category_and_the_exception_of_a_failure_must_be_text(
                     call = engine.fail(handle, reason=FailureReason("x", detail=wrong))
                     await refused(call, "invalid_input", "reason.detail: must be text or bytes, got ")
             for field in ("error_type", "traceback"):
-                for wrong in NO_TEXTS[1:]:
+                for wrong in NOT_TEXT[1:]:
                     with cases((field, wrong)):
-                        given_field: Any = {field: wrong}
+                        argument: Any = {field: wrong}
                         detail = f"{field}: must be text, got {wrong!r}"
-                        call = engine.fail(handle, reason=FailureReason("x", **given_field))
+                        call = engine.fail(handle, reason=FailureReason("x", **argument))
                         await refused(call, "invalid_input", f"reason.{detail}")
-                        service = engine.fail_execution(**triple(handle), failure_reason="x", **given_field)
-                        refusal = await refused(service, "invalid_input", detail)
+                        call = engine.fail_execution(**triple(handle), failure_reason="x", **argument)
+                        refusal = await refused(call, "invalid_input", detail)
                         assert str(refusal.detail).startswith(field)
 
 
-@in_turn("call", ["cancel", "cancel_execution"])
-async def test_the_reason_of_a_cancel_must_be_storable(engine: Engine, given: Given, rows: Rows, call: str) -> None:
+@in_turn("name", ["cancel", "cancel_execution"])
+async def test_the_reason_of_a_cancel_must_be_storable(engine: Engine, given: Given, rows: Rows, name: str) -> None:
     handle = await given.claimed()
-    _, say = CALLS[call]
+    _, call = CALLS[name]
     async with rows.unchanged():
-        await refused(say(engine, handle, "a\0b"), "invalid_input", "reason: must not contain NUL")
-        await refused(say(engine, handle, "half \ud800"), "invalid_input", "reason: is not valid Unicode")
-    await say(engine, handle, "")
+        await refused(call(engine, handle, "a\0b"), "invalid_input", "reason: must not contain NUL")
+        await refused(call(engine, handle, "half \ud800"), "invalid_input", "reason: is not valid Unicode")
+    await call(engine, handle, "")
     assert (await rows.execution(handle.execution_id))["cancellation_reason"] == ""

@@ -1,4 +1,4 @@
-"""Supervised reclaim: a lost lease reserved for a worker, taken over, counted, and ended at the reclaim limit."""
+"""Reclaim grants: an execution that lost its lease is reserved for one worker, which reclaims it up to the limit."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from engine.cases import Cases, in_turn
-from engine.grants import claim_named, grant, known, reclaim, reclaim_grant, worker
+from engine.grants import claim_named, grant, reclaim, reclaim_grant, register_workers, worker
 from engine.lease.test_grants import expected_key
 from engine.state import (
     ACTIVE,
@@ -38,15 +38,15 @@ ATTEMPT = "01a1def0-0000-7000-8000-000000000002"
 
 @pytest.fixture
 async def engine(engine: Engine) -> Engine:
-    """An engine with a key to sign grants with, that knows the worker who searches."""
-    await known(engine)
+    """An engine in which a claim that finds nothing writes nothing."""
+    await register_workers(engine)
     return engine
 
 
-# Issuing.
+# Issuing a grant.
 
 
-async def test_a_reclaim_grant_is_stored_and_keeps_the_state(
+async def test_a_reclaim_grant_is_stored_and_does_not_change_the_state(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     lost = await given.reclaimable()
@@ -73,7 +73,7 @@ async def test_a_reclaim_grant_is_stored_and_keeps_the_state(
     assert [entry["granted_until"] for entry in await rows.of("ready")] == [now + 3000]
 
 
-async def test_an_unmarked_or_revoked_lease_is_granted(
+async def test_a_grant_is_issued_for_a_revoked_lease_and_for_an_expired_one_that_is_not_marked_yet(
     engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     revoked = await given.claimed(lane_id="revoked")
@@ -92,14 +92,14 @@ async def test_an_unmarked_or_revoked_lease_is_granted(
 
 async def test_an_execution_that_lost_no_lease_is_not_reclaimable(engine: Engine, given: Given, rows: Rows) -> None:
     states = ("created", "delayed", "backing_off", "claimed", "completed", "cancelled")
-    made = {state: await getattr(given, state)(lane_id=state) for state in states}
+    by_state = {state: await getattr(given, state)(lane_id=state) for state in states}
     absent = f"{{fp:86}}:{mint_uuid_texts(1)[0]}"
     with Cases() as cases:
         async with rows.unchanged():
-            for state, one in made.items():
+            for state, made in by_state.items():
                 for call in (reclaim_grant, reclaim):
                     with cases(state):
-                        execution_id = getattr(one, "execution_id", one)
+                        execution_id = getattr(made, "execution_id", made)
                         answer = await call(engine, execution_id, lane_id=state)
                         assert isinstance(answer, NotReclaimable)
                         assert answer.execution_id == execution_id
@@ -112,6 +112,7 @@ async def test_a_live_reclaim_grant_keeps_others_out_until_it_expires(
 ) -> None:
     lost = await given.reclaimable()
     await reclaim_grant(engine, lost.execution_id)
+    # A claim also deletes the expired rows of the table `claim`.
     async with rows.unchanged(without=["claim"]):
         await refused(reclaim_grant(engine, lost.execution_id, "other"), "grant_already_exists")
         assert await claim(engine) == []
@@ -160,7 +161,7 @@ async def test_a_request_at_the_reclaim_limit_ends_the_execution(
         assert isinstance(await reclaim_grant(engine, lost.execution_id), NotReclaimable)
 
 
-async def test_malformed_requests_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
+async def test_malformed_requests_for_a_grant_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     lost = await given.expired_lease()
     malformed: list[dict[str, Any]] = [
         {"execution_id": "x"},
@@ -176,14 +177,14 @@ async def test_malformed_requests_are_refused(engine: Engine, given: Given, rows
                 with cases(wrong):
                     call = engine.issue_reclaim_grant(**{"execution_id": lost.execution_id, **worker(), **wrong})
                     await refused(call, "invalid_input")
-            # An expired lease that is not marked yet has no grant.
-            assert await reclaim(engine, lost.execution_id) == GrantNotFound(execution_id=lost.execution_id)
 
 
-# Taking.
+# Reclaiming with a grant.
 
 
-async def test_a_reclaim_grant_becomes_a_new_attempt(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
+async def test_a_reclaim_starts_a_new_attempt_and_uses_up_the_grant(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     lost = await given.reclaimable(policy={"timeout_policy": {"attempt_timeout_ms": 10**6}})
     await reclaim_grant(engine, lost.execution_id)
     now = await clock.advance(ms=10)
@@ -211,11 +212,12 @@ async def test_a_reclaim_grant_becomes_a_new_attempt(engine: Engine, given: Give
         {"attempt_timeout": now + 10**6},
     )
     interrupted, running = await attempts(rows, lost.execution_id)
+    reason = "lease_" + EXPIRED_LEASE.split("/")[1]
     assert (running["previous_attempt_index"], json.loads(running["policy"])) == (0, {"a": 1})
-    assert (running["attempt_state"], running["reclaim_reason"]) == ("started", "lease_lease_expired_reclaimable")
+    assert (running["attempt_state"], running["reclaim_reason"]) == ("started", reason)
     assert (interrupted["attempt_state"], interrupted["failure_reason"], interrupted["ended_at"]) == (
         "interrupted_reclaimed",
-        "lease_lease_expired_reclaimable",
+        reason,
         now,
     )
     assert await event_texts(rows, lost.execution_id) == ["acquired", "expired", "reclaimed"]
@@ -228,9 +230,9 @@ async def test_reclaim_execution_needs_a_live_reclaim_grant(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     lost = await given.reclaimable()
-    gone = GrantNotFound(execution_id=lost.execution_id)
+    no_grant = GrantNotFound(execution_id=lost.execution_id)
     async with rows.unchanged():
-        assert await reclaim(engine, lost.execution_id) == gone
+        assert await reclaim(engine, lost.execution_id) == no_grant
     await reclaim_grant(engine, lost.execution_id)
     async with rows.unchanged():
         await refused(reclaim(engine, lost.execution_id, "other"), "invalid_claim_grant")
@@ -239,11 +241,17 @@ async def test_reclaim_execution_needs_a_live_reclaim_grant(
         await refused(reclaim(engine, lost.execution_id, max_reclaim_count=-1), "invalid_input")
     await clock.advance(ms=5000)
     async with rows.unchanged():
-        assert await reclaim(engine, lost.execution_id) == gone
-        assert await reclaim(engine, lost.execution_id, "other") == gone
+        assert await reclaim(engine, lost.execution_id) == no_grant
+        assert await reclaim(engine, lost.execution_id, "other") == no_grant
 
 
-async def test_a_grant_is_used_once(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
+async def test_an_expired_lease_that_is_not_marked_yet_has_no_grant(engine: Engine, given: Given, rows: Rows) -> None:
+    lost = await given.expired_lease()
+    async with rows.unchanged():
+        assert await reclaim(engine, lost.execution_id) == GrantNotFound(execution_id=lost.execution_id)
+
+
+async def test_a_grant_can_be_used_only_once(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     lost = await given.reclaimable()
     await reclaim_grant(engine, lost.execution_id, grant_ttl_ms=60_000)
     await reclaim(engine, lost.execution_id, lease_ttl_ms=1000)
@@ -255,7 +263,7 @@ async def test_a_grant_is_used_once(engine: Engine, given: Given, rows: Rows, cl
         assert await reclaim(engine, lost.execution_id) == GrantNotFound(execution_id=lost.execution_id)
 
 
-async def test_reclaim_execution_takes_the_reclaim_grant_of_a_search_but_no_claim_grant(
+async def test_reclaim_execution_accepts_a_reclaim_grant_from_claim_for_worker_but_no_claim_grant(
     engine: Engine, given: Given, rows: Rows
 ) -> None:
     lost = await given.reclaimable()
@@ -268,19 +276,19 @@ async def test_reclaim_execution_takes_the_reclaim_grant_of_a_search_but_no_clai
 
 
 @in_turn(
-    "policy, argument, cap",
-    [(None, 0, 0), (None, None, None), ({}, 0, None), ({"max_reclaim_count": 7}, 0, None)],
+    "policy, max_reclaim_count, is_limited",
+    [(None, 0, True), (None, None, False), ({}, 0, False), ({"max_reclaim_count": 7}, 0, False)],
 )
-async def test_max_reclaim_count_counts_only_without_a_policy(
-    engine: Engine, given: Given, rows: Rows, policy: Any, argument: int | None, cap: int | None
+async def test_the_argument_max_reclaim_count_applies_only_to_an_execution_without_a_policy(
+    engine: Engine, given: Given, rows: Rows, policy: Any, max_reclaim_count: int | None, *, is_limited: bool
 ) -> None:
     lost = await given.reclaimable(policy=policy)
     await reclaim_grant(engine, lost.execution_id)
-    answer = await reclaim(engine, lost.execution_id, max_reclaim_count=argument)
-    if cap is None:
+    answer = await reclaim(engine, lost.execution_id, max_reclaim_count=max_reclaim_count)
+    if not is_limited:
         assert isinstance(answer, ClaimedExecution)
         return
-    assert answer == ReclaimCapExceeded(execution_id=lost.execution_id, reclaim_count=cap)
+    assert answer == ReclaimCapExceeded(execution_id=lost.execution_id, reclaim_count=0)
     row = await rows.execution(lost.execution_id)
     assert (vector(row), row["failure_reason"], row["reclaim_count"]) == (FAILED, "max_reclaims_exceeded", 0)
     assert await event_texts(rows, lost.execution_id) == [

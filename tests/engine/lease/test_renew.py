@@ -28,12 +28,14 @@ async def test_a_lease_can_be_renewed_again_and_again(engine: Engine, given: Giv
         await clock.advance(ms=900)
         await engine.renew(handle)
         assert await claim(engine) == []
-    await engine.complete(handle)
+
+
+async def test_a_lease_with_the_longest_ttl_can_be_renewed(engine: Engine, given: Given, clock: Clock) -> None:
     longest = await given.claimed(lease_ttl_ms=2**32 - 1)
     assert (await engine.renew(longest)).expires_at_ms == await clock.now() + 2**32 - 1
 
 
-async def test_each_renewal_writes_an_event_unless_the_settings_say_otherwise(
+async def test_each_renewal_writes_an_event_unless_renewal_events_are_switched_off(
     engines: Engines, engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
@@ -48,9 +50,9 @@ async def test_each_renewal_writes_an_event_unless_the_settings_say_otherwise(
     assert isinstance(first, Renewed)
     assert first == second
     assert (await event_texts(rows, handle.execution_id))[3:] == ["renewed", "renewed"]
-    quiet = await engines(lease_renewal_events=False)
+    without_events = await engines(lease_renewal_events=False)
     handle = await given.claimed()
-    await quiet.renew(handle)
+    await without_events.renew(handle)
     assert await event_texts(rows, handle.execution_id) == ["acquired"]
 
 
@@ -64,7 +66,7 @@ async def test_renew_many_renews_each_by_its_own_ttl_and_answers_in_order(
     assert await engine.renew_many(handles[::-1]) == expected[::-1]
 
 
-async def test_progress_stores_what_is_given_and_keeps_the_rest(
+async def test_progress_stores_the_given_fields_and_keeps_the_others(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
@@ -102,18 +104,18 @@ async def test_wrong_arguments_of_renewals_and_progress_are_refused(engine: Engi
             await refused(engine.progress(handle, message=message), "invalid_input", "message")  # type: ignore[arg-type]
 
 
-async def test_a_renewal_after_the_expiry_is_refused_and_marks_the_lease(
+async def test_a_renewal_after_the_expiry_is_refused_and_marks_the_lease_as_expired(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
-    one, many = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
+    first, second = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     await clock.advance(ms=999)
     # Progress does not extend a lease.
-    await engine.progress(one, percent=1)
+    await engine.progress(first, percent=1)
     await clock.advance(ms=1)
-    await refused(engine.renew(one), "lease_expired")
-    (verdict,) = await engine.renew_many([many])
-    assert getattr(verdict, "code", None) == "lease_expired"
-    for handle in (one, many):
+    await refused(engine.renew(first), "lease_expired")
+    (answer,) = await engine.renew_many([second])
+    assert getattr(answer, "code", None) == "lease_expired"
+    for handle in (first, second):
         assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
 
 
@@ -129,12 +131,13 @@ async def test_every_event_of_a_lease_names_its_attempt(engine: Engine, given: G
     reclaimed = await given.claim()
     await engine.complete(reclaimed.handle)
     assert last.attempt_id == resumed.attempt_id == first.attempt_id != reclaimed.attempt_id
-    named = [
+    events = [
+        # An attempt has the id of its first lease; events under that lease do not repeat it.
         (event["kind"], event["lease_id"], event["attempt_id"] or event["lease_id"])
         for event in await rows.events(first.execution_id)
     ]
     one, two = first.attempt_id, reclaimed.attempt_id
-    assert named == [
+    assert events == [
         ("acquired", first.lease_id, one),
         ("renewed", first.lease_id, one),
         ("released", first.lease_id, one),
@@ -148,7 +151,9 @@ async def test_every_event_of_a_lease_names_its_attempt(engine: Engine, given: G
     ]
 
 
-async def test_events_hold_the_ids_that_the_claim_chose(engine: Engine, given: Given, rows: Rows) -> None:
+async def test_events_have_the_lease_and_attempt_ids_that_were_given_to_the_claim(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     waiting = await given.created()
     lease_id, attempt_id = mint_uuid_texts(2)
     await engine.issue_claim_grant(
@@ -163,5 +168,5 @@ async def test_events_hold_the_ids_that_the_claim_chose(engine: Engine, given: G
         attempt_id=attempt_id,
     )
     await engine.complete(claimed.handle)
-    named = {(str(event["lease_id"]), str(event["attempt_id"])) for event in await rows.events(waiting)}
-    assert named == {(lease_id, attempt_id)}
+    ids_of_events = {(str(event["lease_id"]), str(event["attempt_id"])) for event in await rows.events(waiting)}
+    assert ids_of_events == {(lease_id, attempt_id)}

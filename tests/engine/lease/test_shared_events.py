@@ -7,16 +7,18 @@ from engine.cases import in_turn
 from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
+from flowfabric.model.event import CompletionOutcome
 from flowfabric.model.lease import ClaimedExecution
 
 MANY = 20
+SUCCESS = CompletionOutcome.SUCCESS.value
 
 
 async def claim(engine: Engine, limit: int = 100) -> list[ClaimedExecution]:
     return await engine.claim_many(lanes=("default",), worker_id="worker", worker_instance_id="worker-1", limit=limit)
 
 
-async def written(rows: Rows, kind: str) -> int:
+async def count_event_rows(rows: Rows, kind: str) -> int:
     return len(await rows.of("event", kind=kind))
 
 
@@ -28,18 +30,21 @@ async def test_executions_claimed_renewed_and_completed_together_share_one_row_p
     await engine.renew_many([run.handle for run in runs])
     await engine.complete_many([(run.handle, b"done") for run in runs])
 
-    assert [await written(rows, kind) for kind in ("acquired", "renewed", "released")] == [1, 1, 1]
+    assert [await count_event_rows(rows, kind) for kind in ("acquired", "renewed", "released")] == [1, 1, 1]
     for execution_id, run in zip(ids, runs, strict=True):
         events = await rows.events(execution_id)
         assert [event["kind"] for event in events] == ["acquired", "renewed", "released"]
         assert {(event["lease_id"], event["attempt_id"]) for event in events} == {(run.lease_id, run.attempt_id)}
         assert {(event["lease_epoch"], event["attempt_index"]) for event in events} == {(1, 0)}
-        assert [event["outcome"] for event in events] == [None, None, 1]
+        assert [event["outcome"] for event in events] == [None, None, SUCCESS]
 
 
 @in_turn("difference", ["namespace", "instance_tag", "attempt"])
-async def test_an_event_that_differs_has_its_own_row(engine: Engine, given: Given, rows: Rows, difference: str) -> None:
+async def test_an_execution_that_differs_has_its_own_event_rows(
+    engine: Engine, given: Given, rows: Rows, difference: str
+) -> None:
     if difference == "attempt":
+        # Its next claim is that of the second attempt.
         await engine.fail(await given.claimed(policy={"retry_policy": {"max_retries": 1}}), reason="once")
         await given.clock.advance(seconds=60)
         assert await parts_of(engine).delays.promote_due() == 1
@@ -49,15 +54,15 @@ async def test_an_event_that_differs_has_its_own_row(engine: Engine, given: Give
         await given.created(tags={"ff.instance_id": "blue"})
     for _ in range(MANY):
         await given.created()
-    before = await written(rows, "acquired")
+    before = await count_event_rows(rows, "acquired")
     runs = await claim(engine)
     await engine.renew_many([run.handle for run in runs])
     await engine.complete_many([(run.handle, b"done") for run in runs])
 
     assert len(runs) == MANY + 1
-    assert await written(rows, "acquired") - before == 2
-    assert await written(rows, "renewed") == 2
-    assert len(await rows.of("event", kind="released", outcome=1)) == 2
+    assert await count_event_rows(rows, "acquired") - before == 2
+    assert await count_event_rows(rows, "renewed") == 2
+    assert len(await rows.of("event", kind="released", outcome=SUCCESS)) == 2
     for run in runs:
         kinds = Counter(
             event["kind"] for event in await rows.events(run.execution_id) if event["lease_id"] == run.lease_id
@@ -68,8 +73,8 @@ async def test_an_event_that_differs_has_its_own_row(engine: Engine, given: Give
             assert event["instance_tag"] == (await rows.execution(run.execution_id))["instance_tag"]
 
 
-async def test_a_row_of_150_executions_is_read_whole_and_in_order(engine: Engine, given: Given, rows: Rows) -> None:
-    """Postgres compresses or moves a row of many ids; it is read whole and in order."""
+async def test_an_event_row_of_150_executions_has_all_ids_in_order(engine: Engine, given: Given, rows: Rows) -> None:
+    """Arrays of this length are compressed or moved out of the row by Postgres."""
     ids = [one.execution_id for one in await engine.create_many([new() for _ in range(150)])]  # type: ignore[union-attr]
     runs = await claim(engine, 150)
     (row,) = await rows.of("event", kind="acquired")

@@ -1,17 +1,19 @@
 -- name: end_leases
--- Ends or parks leases, and ends executions without a lease, each item by its own move. Returns one row with the number of
--- executions that ended, and a row for each other item. The verdict comes from the locked row; it is null if the row is
--- absent or locked by another session. With :is_thorough the caller handles attachments (otherwise the verdict is 'attached')
--- and the statement waits for a renewal in progress.
+-- Ends leases, and executions without a lease, each item by its own move (engine/core/transition.py). A move may end the
+-- execution, or only park its attempt: the attempt gives up its lease, and a later claim continues it. Returns one row (nth 0)
+-- with the number of executions that ended and had no attachment, and one row for each other item. The verdict is decided on the
+-- locked row; it is null if the row is absent or locked by another session. With :is_thorough the statement also ends executions
+-- that have attachments, which the caller then handles (otherwise their verdict is 'attached'), and waits for a renewal in progress.
 -- Rows are joined by key only: with the fence in the join the planner hashes every leased row. Other tables are joined by
 -- `any` of a one-element array: with an equality, a plan made while the table is empty scans a whole index.
 with clock as materialized (select ff_now() as now),
+-- An array with one element holds for all items; an empty array means null for all items.
 given as (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
          coalesce(move, (:moves)[1]) as move,
          case cardinality(:lease_epochs) when 1 then (:lease_epochs)[1] else lease_epoch end as lease_epoch,
          case cardinality(:lease_ids) when 1 then (:lease_ids)[1] else lease_id end as lease_id,
-         -- The first lease of an attempt has the attempt's id; if that holds for all items, :attempt_ids is empty.
+         -- An attempt has the id of its first lease. If all items are under first leases, :attempt_ids is empty.
          case cardinality(:attempt_ids) when 0 then case cardinality(:lease_ids) when 1 then (:lease_ids)[1] else lease_id end
            when 1 then (:attempt_ids)[1] else attempt_id end as attempt_id,
          case cardinality(:payloads) when 1 then (:payloads)[1] else payload end as payload,
@@ -51,7 +53,7 @@ item as materialized (
 held as materialized (
   select i.nth, i.move, i.payload, i.encoding, i.reason, i.category, i.source, i.detail, i.suspension_id, i.next_policy,
          i.error_type, i.traceback,
-         -- A timer that is already due is stored with the current time, so that sweeps need not look further back.
+         -- A time in the past is stored as the current time, so that a sweep that starts at its watermark finds the timer.
          case when i.timeout_at is not null then greatest(i.timeout_at, c.now) end as timeout_at,
          coalesce(i.delay_until, c.now + i.delay_ms) as to_delay_until,
          i.to_phase = 'terminal' as ends, i.to_phase = 'suspended' as suspends, i.attempt_lifecycle = 'suspended' as parks,
@@ -75,7 +77,7 @@ held as materialized (
            when e.ownership_state = 'lease_revoked' then 'lease_revoked'
            when e.ownership_state <> 'leased' or greatest(e.lease_expires_at, r.expires_at, t.expires_at) <= c.now then 'lease_expired'
            when e.lease_id <> i.lease_id or coalesce(e.attempt_id, e.lease_id) <> i.attempt_id then 'stale_fence'
-           else 'ok' end as judgement
+           else 'ok' end as fence_verdict
     from item i
    cross join clock c
     left join lateral (
@@ -87,7 +89,8 @@ held as materialized (
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id
             for update skip locked) e on true
-    -- The claim, which stores renewals, is read only if the lease has expired by the execution's own row.
+    -- Renewals are stored in the claim. It is read only if the lease has expired according to the execution's row: without a lock,
+    -- or if thorough with one, which waits for a renewal in progress.
     left join lateral (
          select r.expires_at from claim r
           where not :is_thorough::boolean and e.lease_expires_at <= c.now and r.partition_key = e.partition_key and r.claim_no = e.claim_no
@@ -98,7 +101,7 @@ held as materialized (
             for share) t on true
 ),
 judged as materialized (
-  select h.*, case when judgement = 'ok' and attached <> 0 and not :is_thorough then 'attached' else judgement end as verdict
+  select h.*, case when fence_verdict = 'ok' and attached <> 0 and not :is_thorough then 'attached' else fence_verdict end as verdict
     from held h
 ),
 moved as (
@@ -106,13 +109,14 @@ moved as (
      set lifecycle_phase = h.to_phase, ownership_state = h.to_ownership, eligibility_state = h.to_eligibility,
          blocking_reason = h.to_blocking, terminal_outcome = h.to_outcome,
          attempt_state = case when h.ends and h.attempt_count = 0 then e.attempt_state else h.to_attempt end,
-         -- A late call under the released lease is then refused by its epoch.
+         -- A suspend raises the epoch, so that a late call under the released lease is refused.
          lease_epoch = e.lease_epoch + h.suspends::int,
-         -- The claim, which stores renewals, is deleted once its leases are marked.
+         -- Copied from the claim, which is deleted once its leases are marked as expired.
          lease_expires_at = case when h.loses_lease then h.expires_at else e.lease_expires_at end,
          lease_renewed_at = case when h.loses_lease then h.renewed_at end,
          lease_id = case when h.ends or h.loses_lease then e.lease_id end,
          attempt_id = case when h.parks then h.own_attempt_id when h.ends or h.loses_lease then e.attempt_id end,
+         -- A set of bits: 1 is a grant, 2 an open suspension.
          attached = case when h.ends then 0 else (e.attached & ~1) | case when h.suspends then 2 else 0 end end,
          retry_count = e.retry_count + h.retries::int,
          last_transition_at = case when h.loses_lease then e.last_transition_at else h.now end,
@@ -128,8 +132,8 @@ moved as (
          granted_until = null,
          delay_until = case when h.to_eligibility = 'not_eligible_until_time' then h.to_delay_until end,
          attempt_timeout_at = case when h.loses_lease then e.attempt_timeout_at end,
-         -- The time left for a parked attempt; a lease that did not start it uses none. At least 1 ms, as null means no
-         -- timeout.
+         -- The time that a parked attempt has left; if its handler did not start under this lease, none was used. At least 1 ms:
+         -- null would mean no timeout.
          remaining_attempt_timeout_ms = case when h.parks and h.attempt_timeout_at is not null
            then greatest(h.attempt_timeout_at - case h.move when 'not_started' then h.claimed_at else h.now end, 1) end,
          suspension_timeout_at = case when h.suspends then h.timeout_at end,
@@ -145,14 +149,14 @@ moved as (
     from judged h
    where e.partition_key = any(array[h.partition_key]) and e.execution_id = h.execution_id and h.verdict = 'ok'
 ),
-large as (
+inserted_results as (
   insert into execution_result (partition_key, execution_id, result_payload)
   select partition_key, execution_id, payload from judged
    where :has_large_results::boolean and verdict = 'ok' and octet_length(payload) > :inline_payload_bytes
   on conflict (partition_key, execution_id) do update set result_payload = excluded.result_payload
 ),
--- Attempts that are parked or followed by another attempt, and the row of the attempt that follows.
-attempts as (
+-- Attempts that are parked or followed by another attempt, and a row for the attempt that follows.
+written_attempts as (
   insert into attempt as a (partition_key, execution_id, attempt_index, attempt_state, attempt_id, attempt_type, started_at,
                             suspended_at, suspension_marker, ended_at, lease_id, lease_epoch, worker_no, failure_reason,
                             failure_category, suspension_id, previous_attempt_index, retry_reason, policy, error_type, traceback)
@@ -176,37 +180,39 @@ attempts as (
          failure_reason = excluded.failure_reason, failure_category = excluded.failure_category,
          suspension_id = excluded.suspension_id, error_type = excluded.error_type, traceback = excluded.traceback
 ),
--- The error of the last attempt; its other fields are on the execution's row.
-errors as (
+-- The error of the last attempt; its other fields are in the row of the execution.
+written_errors as (
   insert into attempt (partition_key, execution_id, attempt_index, attempt_state, error_type, traceback)
   select partition_key, execution_id, attempt_count - 1, 'created'::attempt_lifecycle, error_type, traceback from judged
    where :has_errors::boolean and verdict = 'ok' and ends and (error_type is not null or traceback is not null)
   on conflict (partition_key, execution_id, attempt_index) do update
      set error_type = excluded.error_type, traceback = excluded.traceback
 ),
--- Entries of ready are looked up by the columns of both indexes, so that the planner can use either.
-waiting as materialized (
+-- The executions that have an entry of ready. Entries are looked up by the columns of both indexes, so that the planner can use
+-- either.
+with_entry as materialized (
   select h.place, h.queue_no, q.route_no, h.becomes_ready, h.granted_until
     from judged h cross join lateral (select q.route_no from queue q where q.queue_no = h.queue_no limit 1) q
    where h.verdict = 'ok' and h.was_ready
 ),
-readied as (
+inserted_entries as (
   insert into ready (place, route_no, queue_no, partition_key, execution_id)
   select h.place, (select q.route_no from queue q where q.queue_no = h.queue_no), h.queue_no, h.partition_key, h.execution_id
     from judged h where h.verdict = 'ok' and h.becomes_ready and not h.was_ready
 ),
-unreadied as (
-  delete from ready r using waiting w
+deleted_entries as (
+  delete from ready r using with_entry w
    where not w.becomes_ready
      and r.route_no = any(array[w.route_no]) and r.queue_no = any(array[w.queue_no]) and r.place = w.place
 ),
-regranted as (
+-- The entry stays, without the grant.
+ungranted_entries as (
   update ready r set granted_until = null
-    from waiting w
+    from with_entry w
    where w.becomes_ready and w.granted_until is not null
      and r.route_no = any(array[w.route_no]) and r.queue_no = any(array[w.queue_no]) and r.place = w.place
 ),
-timed as (
+inserted_timers as (
   insert into timer (partition_key, execution_id, kind, due_at)
   select partition_key, execution_id, 'delay'::timer_kind, greatest(to_delay_until, now) from judged
    where verdict = 'ok' and to_eligibility = 'not_eligible_until_time'
@@ -215,7 +221,7 @@ timed as (
    where verdict = 'ok' and suspends and timeout_at is not null
 ),
 -- The kind is compared as text: with an enum equality, a plan made while there are few timers scans timer_due.
-untimed as (
+deleted_timers as (
   delete from timer t using judged h
    where h.verdict = 'ok' and t.partition_key = any(array[h.partition_key]) and t.execution_id = h.execution_id
      and (h.attempt_timeout_at is not null or h.delay_until is not null or h.suspension_timeout_at is not null
@@ -225,7 +231,7 @@ untimed as (
            when 'deadline' then h.ends
            else true end
 ),
-listings as (
+written_listings as (
   insert into listed (partition_key, execution_id, public_state, at)
   select partition_key, execution_id,
          case
@@ -237,20 +243,20 @@ listings as (
    where verdict = 'ok' and (loses_lease or (to_eligibility = 'eligible_now' and parks) or (ends and to_outcome <> 'success'))
   on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at
 ),
-unlisted as (
+deleted_listings as (
   delete from listed i using judged h
    where h.verdict = 'ok' and h.was_ready and h.attempt_state = 'attempt_interrupted'
      and not (h.loses_lease or (h.to_eligibility = 'eligible_now' and h.parks) or (h.ends and h.to_outcome <> 'success'))
      and i.partition_key = any(array[h.partition_key]) and i.execution_id = h.execution_id
 ),
-kept as (
+inserted_retained as (
   insert into retained (retain_until, ended_at, partition_key, execution_ids, queue_no, queue_nos, terminal_outcome)
   select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id),
          case when min(queue_no) = max(queue_no) then min(queue_no) end,
          case when min(queue_no) < max(queue_no) then array_agg(queue_no) end, to_outcome
     from judged where verdict = 'ok' and ends group by partition_key, retention_ms, to_outcome
 ),
-events as (
+inserted_events as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
                      attempt_id, outcome, reason, flow_id, instance_tag)
   select now, execution_id, partition_key,
@@ -273,7 +279,7 @@ select nth, verdict, 0, to_delay_until,
        case when verdict = 'execution_not_active' then jsonb_build_object(
          'terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'attempt_state', attempt_state,
          'lease_epoch', lease_epoch, 'attempt_id', own_attempt_id, 'attempt_count', attempt_count,
-         -- A retry that is already claimable has no delay: the time since which it is.
+         -- A retry that is already claimable has no delay_until; it became claimable at its last transition.
          'delay_until', coalesce(delay_until, last_transition_at)) end
   from judged h
   left join lateral (
@@ -282,9 +288,9 @@ select nth, verdict, 0, to_delay_until,
  where verdict is distinct from 'ok' or not ends or attached <> 0;
 
 -- name: complete_leases
--- Completes the leases whose fence is current and that have no attachment, and returns their positions; end_leases decides
--- on the others. Waits for a locked row only as long as a competing claim takes to commit. Reads the clock again for each
--- row, as the lease may expire during the wait.
+-- Completes the leases whose fence is current and whose execution has no attachment, and returns their positions; the caller
+-- gives the others to end_leases. Waits at most 50 ms for a locked row, long enough for a competing claim to commit. Reads the
+-- clock again for each row, as the lease may expire during the wait.
 with clock as materialized (select ff_now() as now, set_config('lock_timeout', '50ms', true)),
 item as materialized (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
@@ -313,17 +319,17 @@ moved as (
             e.attempt_id, e.lease_id, e.lease_epoch, e.worker_no, e.retention_ms, e.flow_id, e.instance_tag, e.deadline_at,
             e.attempt_timeout_at, case when octet_length(i.payload) > :inline_payload_bytes then i.payload end as large_payload
 ),
-large as (
+inserted_results as (
   insert into execution_result (partition_key, execution_id, result_payload)
   select partition_key, execution_id, large_payload from moved where :has_large_results::boolean and large_payload is not null
   on conflict (partition_key, execution_id) do update set result_payload = excluded.result_payload
 ),
-untimed as (
+deleted_timers as (
   delete from timer t using moved m
    where (m.attempt_timeout_at is not null or m.deadline_at is not null)
      and t.partition_key = any(array[m.partition_key]) and t.execution_id = m.execution_id
 ),
-kept as (
+inserted_retained as (
   insert into retained (retain_until, ended_at, partition_key, execution_ids, queue_no, queue_nos, terminal_outcome)
   select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id),
          case when min(queue_no) = max(queue_no) then min(queue_no) end,
@@ -331,7 +337,7 @@ kept as (
     from moved group by partition_key, retention_ms
 ),
 -- Completions that differ only in their ids share one event row.
-events as (
+inserted_events as (
   insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, outcome, reason,
                      execution_ids, lease_ids, execution_id, lease_id, attempt_id, flow_id, instance_tag)
   select min(now), partition_key, 'released'::event_kind, namespace_no, attempt_index, worker_no, lease_epoch, :completion::smallint,

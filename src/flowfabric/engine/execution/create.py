@@ -39,7 +39,7 @@ from flowfabric.model.text import check_short, check_text
 
 SQL = statements_beside(__file__)
 
-PATIENCE_SHARED, PATIENCE_ALONE = "50ms", "2s"
+LOCK_TIMEOUT_SHARED, LOCK_TIMEOUT_ALONE = "50ms", "2s"
 """How long a shared statement, and one for a single item, wait for a key or an id that another session is inserting."""
 
 Submitted = Created | Duplicate
@@ -234,7 +234,7 @@ class Create:
         if shared:
             try:
                 rows = await self._store.database.fetch(
-                    SQL.insert_executions, {**self._columns(shared), "patience": PATIENCE_SHARED}, attempts=1
+                    SQL.insert_executions, {**self._columns(shared), "lock_timeout": LOCK_TIMEOUT_SHARED}, attempts=1
                 )
             except StoreFault as fault:
                 if fault.kind != "contention":
@@ -276,7 +276,9 @@ class Create:
 
     async def _insert_alone(self, item: Submission) -> Submitted:
         async def insert(transaction: Transaction) -> list[Record]:
-            rows = await transaction.fetch(SQL.insert_executions, **self._columns([item]), patience=PATIENCE_ALONE)
+            rows = await transaction.fetch(
+                SQL.insert_executions, **self._columns([item]), lock_timeout=LOCK_TIMEOUT_ALONE
+            )
             if item.key is not None and rows[0]["lane_accepts"] and not rows[0]["is_new"]:
                 raise _NotCreated
             return rows

@@ -61,8 +61,8 @@ select places[1] as first_place, case when not is_accepted then (select state fr
 -- Creates the new executions of a batch, in input order. Returns the number created per queue, and a row for each item that
 -- already existed, was refused by its lane or starts delayed.
 -- Inserts keys before executions, both in sorted order, so that two batches cannot deadlock.
--- Waits at most :patience for a key or an id that another session is inserting.
-with clock as materialized (select ff_now() as now, set_config('lock_timeout', :patience, true)),
+-- Waits at most :lock_timeout for a key or an id that another session is inserting.
+with clock as materialized (select ff_now() as now, set_config('lock_timeout', :lock_timeout, true)),
 refusing as materialized (select lane_no, state from lane where state in ('draining', 'disabled')),
 given as (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,

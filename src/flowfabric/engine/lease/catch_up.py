@@ -15,7 +15,7 @@ from flowfabric.model.errors import EngineError
 MAX_BATCHES = 100
 """The most full batches that one claim processes."""
 FAULT_SECONDS = 1.0
-"""How long claims skip due work after it failed; ten times as long after three failures in a row."""
+"""How long claims skip due work after it failed; ten times as long after every third failure in a row."""
 
 logger = logging.getLogger(__name__)
 
@@ -25,55 +25,56 @@ class _DueWork:
     """One kind of due work, and when a claim may next try it."""
 
     name: str
-    run: Callable[[int], Awaitable[SweepResult]]
+    run_batch: Callable[[int], Awaitable[SweepResult]]
+    """Process one batch of what was due after this time."""
     failures: int = 0
-    not_before: float = -math.inf
+    next_try_at: float = -math.inf
 
 
 class CatchUp:
     """Makes expired leases and elapsed delays claimable without waiting for a sweep."""
 
     def __init__(self, expiry: LeaseExpiry, delays: Delays) -> None:
-        self._kinds = (
+        self._due_work = (
             _DueWork("expired leases", expiry.mark_since),
             _DueWork("elapsed delays", delays.promote_since),
         )
-        self._caught_up_at = -math.inf
-        self.is_swept = False
-        """Set while a reconciler in this process handles due work; claims then skip it."""
+        self._last_run_at = -math.inf
+        self.is_left_to_sweeps = False
+        """Set while a reconciler in this process processes due work; claims then do not."""
 
-    async def run(self, lanes: Sequence[str], *, within_seconds: float) -> bool:
-        """Process due work and return whether these lanes gained any.
+    async def run(self, lanes: Sequence[str], *, min_interval_seconds: float) -> bool:
+        """Process due work; return whether anything on these lanes became claimable.
 
-        Skipped when a reconciler runs in this process, or when the last run was less than `within_seconds` ago. A
+        Skipped when a reconciler runs in this process, or when the last run was less than `min_interval_seconds` ago. A
         failure is logged and does not fail the claim, except when the database cannot be reached.
         """
         now = time.monotonic()
-        if self.is_swept or now < self._caught_up_at + within_seconds:
+        if self.is_left_to_sweeps or now < self._last_run_at + min_interval_seconds:
             return False
-        self._caught_up_at = now
-        has_gained = False
-        for due in self._kinds:
-            if now < due.not_before:
+        self._last_run_at = now
+        has_claimable = False
+        for due in self._due_work:
+            if now < due.next_try_at:
                 continue
             try:
-                has_gained = await self._process(due, lanes) or has_gained
+                has_claimable = await self._process(due, lanes) or has_claimable
                 due.failures = 0
             except EngineError as fault:
                 if is_connection_fault(fault):
                     raise
                 due.failures += 1
-                due.not_before = time.monotonic() + pause_after(due.failures, FAULT_SECONDS)
+                due.next_try_at = time.monotonic() + pause_after(due.failures, FAULT_SECONDS)
                 logger.warning(
                     "cannot process %s, claiming without them: %s", due.name, fault, exc_info=due.failures == 1
                 )
-        return has_gained
+        return has_claimable
 
     @staticmethod
     async def _process(due: _DueWork, lanes: Sequence[str]) -> bool:
-        # Full batches of work for other lanes may be due before the work of these lanes.
+        # Work is processed in the order of its due times, so full batches for other lanes may come first.
         for _ in range(MAX_BATCHES):
-            batch = await due.run(0)
+            batch = await due.run_batch(0)
             if any(each.lane_id in lanes for each in batch.work):
                 return True
             if not batch.is_full:

@@ -285,7 +285,7 @@ class Claim:
         slots: int | None,
     ) -> list[ClaimedExecution]:
         """Scan from the watermarks; if that finds nothing, scan everything, then process due work and retry."""
-        await self._catch_up.run(wanted.lanes, within_seconds=CATCH_UP_SECONDS)
+        await self._catch_up.run(wanted.lanes, min_interval_seconds=CATCH_UP_SECONDS)
         scan = await self._scans.of(wanted)
         statement = SQL.claim_by_queue if scan.is_by_queue else SQL.claim_by_route
         watermarks = scan.watermarks
@@ -325,7 +325,7 @@ class Claim:
                 # Entries before this place are of other kinds, granted or locked.
                 scanned_to = cut_at or 0
                 if scan_us is not None:
-                    is_cut = note == "more" or len(rows) == left
+                    is_cut = note == "cut_short" or len(rows) == left
                     furthest = max((row[_PLACE] for row in rows), default=0)
                     watermarks.record_full_scan(scan_us / 1_000_000, up_to=furthest if is_cut else None)
             at_reclaim_limit: list[tuple[ExecutionId, int]] = []
@@ -333,7 +333,7 @@ class Claim:
             is_passed_over = False
             for row in rows:
                 watermarks.raise_to(row[source_at], row[_PLACE])
-                if row[0] == "left":
+                if row[0] == "too_short":
                     is_passed_over = True
                 elif row[0] == "reclaim_limit":
                     # If it cannot be ended, the next statement must not find it again.
@@ -352,13 +352,13 @@ class Claim:
             if at_reclaim_limit:
                 await self._finish.end_at_reclaim_limit(at_reclaim_limit)
                 continue
-            if note == "more":
+            if note == "cut_short":
                 continue
             if claimed or is_passed_over:
                 break
             if where["span_sources"] and watermarks.may_scan_all:
                 watermarks.end()
-            elif not await self._catch_up.run(wanted.lanes, within_seconds=0):
+            elif not await self._catch_up.run(wanted.lanes, min_interval_seconds=0):
                 break
         return claimed
 

@@ -1,6 +1,6 @@
 -- fragment: routes
--- The routes that this worker may serve, the entries of ready by route, and the queues that the claim is restricted to by kind
--- or namespace.
+-- The sources of a scan by route. serving: the routes that this worker may serve. entry: the rows of ready. wanted: the queues of
+-- these routes that match the kinds and the namespace of the claim; empty if it names neither.
 serving as materialized (
   select r.route_no as source_no
     from lane l join route r using (lane_no) join capability_set c using (capability_set_no)
@@ -18,7 +18,7 @@ wanted as materialized (
 )
 
 -- fragment: queues
--- The queues that this worker may serve and the claim wants, and the entries of ready by queue.
+-- The sources of a scan by queue. serving: the queues that this worker may serve and that match the kinds and the namespace.
 serving as materialized (
   select q.queue_no as source_no
     from lane l
@@ -33,10 +33,11 @@ entry as not materialized (select r.*, r.queue_no as source_no, r.ctid as tid fr
 wanted as materialized (select source_no as queue_no from serving where :is_filtered::boolean)
 
 -- fragment: scan
--- The entries of the served routes or queues (the sources of the scan), best first. A span is the range of places to read of
--- one source: all of it, or what the caller's watermarks leave of it. The given spans are sorted by source number.
+-- The entries of the served routes or queues (the sources of the scan) in the order of their places, best first. A span is a range
+-- of places of one source. A source has the spans that the caller gives for it (what its watermarks leave to read), or else one
+-- span with all places. :span_sources is sorted, so width_bucket finds the spans low + 1 to high of a source by binary search.
 -- Up to eight spans are read, each by an ordered index scan, and merged lazily: entries beyond the limit are not read. If there
--- are more spans, the eight with the best heads are read, up to the head of the ninth.
+-- are more spans, the eight whose first entries are best are read, up to the first entry of the ninth span.
 span as materialized (
   select s.source_no, greatest(w.first_place, :scanned_to::bigint) as first_place, w.last_place
     from (select source_no, width_bucket(source_no - 1, :span_sources::int[]) as low, width_bucket(source_no, :span_sources) as high from serving) s
@@ -85,8 +86,8 @@ scan as not materialized (
 
 -- fragment: picked
 -- Locks the best claimable executions of a scan; returns for each how it is leased (branch) and how long its attempt may run. The
--- entry is locked before the execution: an entry that another claim removed since the statement began is skipped there,
--- without a recheck and without a lock on the execution, which would block the worker that completes it.
+-- entry is locked before the execution: if another claim has removed the entry since the statement began, it is skipped without
+-- locking the execution, which would block the worker that completes it. The bit 1 of attached stands for a grant.
 picked as materialized (
   select r.route_no, r.tid as ready_tid, e.*, row_number() over () as nth
     from scan r
@@ -109,7 +110,7 @@ picked as materialized (
            from execution e
           where e.partition_key = r.partition_key and e.execution_id = r.execution_id
             and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-            -- The locked row decides: the entry may have been read before a grant was stored.
+            -- Checked on the locked row too: the entry may have been read before a grant was stored.
             and (e.granted_until is null or e.granted_until <= (select now from clock))
             for update skip locked) e
    where (r.granted_until is null or r.granted_until <= (select now from clock))
@@ -119,26 +120,26 @@ picked as materialized (
 )
 
 -- fragment: notes
--- Executions at their reclaim limit, executions not leased because their timeout is too short to wait for a slot ('left'), and
--- at most one note as the last row. The note is 'more' if the scan was cut short: its deadline_at is the place where the next
--- statement continues. After a full scan there is always a note, 'more' or 'whole': its timeout_ms is the time the scan took
--- on the server in microseconds, without the commit and the network.
-select case branch when 'reclaim_limit' then branch else 'left' end, partition_key, execution_id, route_no, queue_no, place, null, null,
+-- Rows that are not leases: executions at their reclaim limit, executions that are not leased because their timeout is too short
+-- to wait for a slot ('too_short'), and at most one note about the scan, as the last row. The note is 'cut_short' if there are
+-- spans that were not read: deadline_at is the place where the next statement continues. After a full scan there is always a
+-- note, 'cut_short' or 'finished': timeout_ms is the time that the scan took on the server, in microseconds.
+select case branch when 'reclaim_limit' then branch else 'too_short' end, partition_key, execution_id, route_no, queue_no, place, null, null,
        null, lease_epoch, null, null, null, null, null, null, null, null, null, null::bigint, null::bigint
   from picked where branch = 'reclaim_limit' or (nth > :slots and timeout_ms < :least_ahead_ms)
 union all
-select case when is_more then 'more' else 'whole' end, null, null, null, null, null, null, null, null, null, null, null, null, null,
+select case when is_cut_short then 'cut_short' else 'finished' end, null, null, null, null, null, null, null, null, null, null, null, null, null,
        null, null, null, null, null,
        case when cardinality(:span_sources) = 0
-         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end, case when is_more then ninth end
-  from (select c.ninth, c.ninth is not null and (select count(*) from picked) < :limit as is_more
+         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end, case when is_cut_short then ninth end
+  from (select c.ninth, c.ninth is not null and (select count(*) from picked) < :limit as is_cut_short
           from (select max(ninth) as ninth from chosen) c) s
- where is_more or cardinality(:span_sources) = 0
+ where is_cut_short or cardinality(:span_sources) = 0
 
 -- fragment: leased
 -- Leases the picked executions: begins or resumes the attempt, deletes the ready entry, and writes the claim, the attempt that
--- was lost, the timers and the event. Rows are found again by ctid: if a row changed since the statement began, the lock is on a
--- newer version that the statement does not see, and the execution and its entry are left for the next claim.
+-- a reclaim interrupts, the timers and the event. Rows are found again by ctid: if a row changed since the statement began, the
+-- lock is on a newer version that the statement does not see, and the execution and its entry are left for the next claim.
 leased as (
   update execution e
      set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = :to_eligibility,
@@ -171,16 +172,17 @@ leased as (
             e.lease_epoch, e.attempt_id, e.attempt_type, e.attempt_count, e.deadline_at, e.flow_id, e.instance_tag,
             e.input_payload, e.payload_encoding, e.policy, e.has_tags, e.suspension_id
 ),
-taken as (
+deleted_entries as (
   delete from ready where ctid = any(array(select ready_tid from leased))
 ),
-claimed as (
+inserted_claims as (
   insert into claim (partition_key, claim_no, worker_no, expires_at, execution_ids)
   select partition_key, (select claim_no from clock), :worker_no, (select now + :lease_ttl_ms from clock), array_agg(execution_id)
     from leased group by partition_key
 ),
--- Here execution has the values from before the update.
-followed as (
+-- The interrupted attempt of a reclaim, and what is known of the new attempt. Here `execution` still has the values from before
+-- the update.
+written_attempts as (
   insert into attempt as a (partition_key, execution_id, attempt_index, attempt_state, attempt_id, attempt_type, started_at,
                             ended_at, lease_id, lease_epoch, worker_no, failure_reason, previous_attempt_index, reclaim_reason, policy)
   select e.partition_key, e.execution_id, e.attempt_count - 1, 'interrupted_reclaimed'::attempt_lifecycle,
@@ -202,21 +204,21 @@ followed as (
          failure_reason = excluded.failure_reason, suspension_marker = null, suspension_id = null,
          policy = coalesce(excluded.policy, a.policy)
 ),
-ungranted as (
+deleted_grants as (
   delete from claim_grant g using leased l
    where l.was_granted and g.partition_key = any(array[l.partition_key]) and g.execution_id = l.execution_id
 ),
-unlisted as (
+deleted_listings as (
   delete from listed i using leased l
    where l.branch <> 'fresh' and i.partition_key = any(array[l.partition_key]) and i.execution_id = l.execution_id
 ),
 -- The kind is compared as text: with a plain equality, a plan made while the table is small would scan all of timer_due.
-untimed as (
+deleted_timers as (
   delete from timer t using leased l
    where l.had_timeout and l.timeout_ms is null
      and t.partition_key = any(array[l.partition_key]) and t.execution_id = l.execution_id and t.kind::text = 'attempt_timeout'
 ),
-timed as (
+written_timers as (
   insert into timer (partition_key, execution_id, kind, due_at)
   select partition_key, execution_id, 'attempt_timeout'::timer_kind, (select now from clock) + timeout_ms from leased
    where timeout_ms is not null
@@ -225,8 +227,8 @@ timed as (
    where given_deadline_at is not null
   on conflict (partition_key, execution_id, kind) do update set due_at = excluded.due_at
 ),
--- Ordinary leases share one event per group.
-events as (
+-- Leases that differ only in the ids of execution and lease share one event row.
+inserted_events as (
   insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, execution_ids, lease_ids,
                      execution_id, lease_id, attempt_id, reason, flow_id, instance_tag)
   select (select now from clock), partition_key, 'acquired'::event_kind, namespace_no, attempt_count - 1, :worker_no, lease_epoch,
@@ -242,8 +244,9 @@ events as (
 )
 
 -- fragment: answer
--- What a worker gets for each lease; lane and kind are null for queues that it has cached. A resumed attempt that had no
--- suspension is marked 'parked'. Found by comparing attempt_index: "exists" would hash the whole table.
+-- What a worker gets for each lease; lane and kind are null for queues that it has cached. The branch of a resumed attempt is
+-- 'parked' if it gave up its lease in another way than by a suspension. The suspension is looked up by a scalar subquery, because
+-- the planner would hash the whole table for an "exists".
 select case when branch = 'resumed' and (
               select s.attempt_index from suspension s
                where s.partition_key = l.partition_key and s.execution_id = l.execution_id and s.suspension_id = l.suspension_id
@@ -263,8 +266,8 @@ select case when branch = 'resumed' and (
   from leased l
 
 -- fragment: best
--- The picked execution, or one row of nulls, with the place at which the scan was cut short and, after a full scan, the
--- microseconds it took on the server.
+-- The picked execution, or one row of nulls; with the place at which the scan was cut short (cut_at) and, after a full scan, the
+-- time that it took on the server in microseconds (scan_us).
 select p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place,
        case when cardinality(:span_sources) = 0
          then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end as scan_us,
@@ -287,7 +290,7 @@ union all
 ;
 
 -- name: claim_by_queue
--- The same for the wanted queues, when a worker wants few of many.
+-- As claim_by_route, but scans only the wanted queues, for a worker that wants few of many.
 with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
 -- include: queues
 ,
@@ -302,7 +305,7 @@ union all
 ;
 
 -- name: lease_held
--- Leases one execution that the transaction has locked and checked; writes the same rows as a claim.
+-- Leases one execution that the transaction already holds locked and has checked; writes the same rows as claim_by_route.
 with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
 picked as materialized (
   select r.route_no, r.ready_tid, e.ctid as tid, 1 as nth, :branch::text as branch, :reason::text as reason,
@@ -322,7 +325,7 @@ picked as materialized (
 ;
 
 -- name: lock_best_of_routes
--- Locks the best execution of a lane that this worker may be granted; a row of nulls if there is none.
+-- Locks the best execution of the lanes for which this worker may get a grant; returns a row of nulls if there is none.
 with clock as materialized (select ff_now() as now),
 -- include: routes
 ,
@@ -333,7 +336,7 @@ with clock as materialized (select ff_now() as now),
 ;
 
 -- name: lock_best_of_queues
--- The same for the wanted queues, when a worker wants few of many.
+-- As lock_best_of_routes, but scans only the wanted queues, for a worker that wants few of many.
 with clock as materialized (select ff_now() as now),
 -- include: queues
 ,
@@ -344,7 +347,7 @@ with clock as materialized (select ff_now() as now),
 ;
 
 -- name: read_coverage
--- How many queues a worker may serve, and how many of them it wants.
+-- How many queues a worker may serve (queues), and how many of them match the kinds and the namespace of its claim (wanted).
 select count(*) filter (where (:kind_nos::int[] is null or q.kind_no in (select unnest(:kind_nos)))
                           and (:namespace_no::int is null or q.namespace_no = :namespace_no)) as wanted, count(*) as queues
   from lane l

@@ -103,7 +103,7 @@ class Grants:
         grantee = Grantee.of(worker_id, worker_instance_id, grant_ttl_ms)
         lane = check_lane_id(lane_id)
         wanted = Wanted.of((lane,), worker_capabilities, kinds, namespace)
-        await self._catch_up.run((lane,), within_seconds=CATCH_UP_SECONDS)
+        await self._catch_up.run((lane,), min_interval_seconds=CATCH_UP_SECONDS)
         scan = await self._scans.of(wanted)
         refused: list[UUID] = []
         scanned_to = 0
@@ -123,7 +123,7 @@ class Grants:
                 await self._finish.end_at_reclaim_limit([(found.id, found.lease_epoch)])
             elif where["span_sources"] and scan.watermarks.may_scan_all:
                 scan.watermarks.end()
-            elif not await self._catch_up.run((lane,), within_seconds=0):
+            elif not await self._catch_up.run((lane,), min_interval_seconds=0):
                 return NoWork()
 
     async def _search(
