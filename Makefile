@@ -4,24 +4,24 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready-dev
 BENCH  := $(VENV)/.ready-bench
-# Compiled modules are kept, whatever the shell says: the tests start hundreds of processes.
+# Keep compiled modules even if the shell says otherwise: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
-# How long faults strike, and the seed of chance; without one it is drawn, and printed.
+# How long random faults are injected, and their seed; without one, a seed is drawn and printed.
 SECONDS ?= 60
 SEED    ?=
 
 .PHONY: demo test check docs docs-serve faults bench soak format clean help
 
 help:
-	@echo "make demo    durable work on an embedded Postgres, with a worker killed on the way"
+	@echo "make demo    runs tasks on an embedded Postgres and kills a worker on the way"
 	@echo "make test    the test suite, on real Postgres"
-	@echo "make check   format, lint, types, the site and tests, the floors among them: what CI runs"
-	@echo "make docs    builds the site of the documents into site/; a broken link fails it"
+	@echo "make check   format, lint, types, imports, the documentation site and the tests: what CI runs"
+	@echo "make docs    builds the documentation site into site/; fails on a broken link"
 	@echo "make docs-serve  shows the site on http://127.0.0.1:8000 and rebuilds it at every change"
-	@echo "make faults  whole sweeps of cancellations and broken connections, all races, then SECONDS=60 of faults by SEED"
-	@echo "make format  formats the code and mends what can be mended"
-	@echo "make bench   the benchmark against the raw limit and the peers"
-	@echo "make soak    ten minutes at full rate on a store with a past"
+	@echo "make faults  every cancellation and broken connection, all races, then SECONDS=60 of random faults (SEED=n repeats a run)"
+	@echo "make format  formats the code and applies automatic fixes"
+	@echo "make bench   runs the benchmark beside the raw limit and the peers"
+	@echo "make soak    runs ten minutes at full rate on a store with a million retained executions"
 	@echo "make clean   removes the virtual environment, the site and the caches"
 
 $(STAMP): pyproject.toml

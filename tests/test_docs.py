@@ -342,16 +342,16 @@ def test_the_table_of_codes_holds_those_the_engine_raises_each_in_its_category()
 
 
 def raised() -> set[str]:
-    """The codes that the engine, its statements and its model name; the floors above read them only."""
+    """The codes that the engine, its statements and its model name; the layers above only read them."""
     words: set[str] = set()
-    for floor in ("db", "engine", "model"):
-        for file in (SOURCE / floor).rglob("*.py"):
+    for layer in ("db", "engine", "model"):
+        for file in (SOURCE / layer).rglob("*.py"):
             if file.name != "errors.py":
                 nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
                 words |= {
                     node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
                 }
-        for file in (SOURCE / floor).rglob("*.sql"):
+        for file in (SOURCE / layer).rglob("*.sql"):
             words |= set(re.findall(r"'(\w+)'", file.read_text(encoding="utf-8")))
     # A phase of an execution has the name of a code.
     return (words & set(CODES)) - {"terminal"}
