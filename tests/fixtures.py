@@ -32,6 +32,11 @@ Explain: TypeAlias = Callable[[str], Awaitable[Explanation]]
 """The explanation of an execution, checked against its rows."""
 
 
+def uuid_of(execution_id: str) -> str:
+    """The UUID at the end of an execution id, as the tables store it."""
+    return execution_id[-36:]
+
+
 class Clock:
     """The clock of the test's database; a test can advance, stop and set it."""
 
@@ -75,17 +80,17 @@ class Rows:
 
     async def execution(self, execution_id: str) -> dict[str, Any]:
         """The row of an execution, with its derived columns."""
-        (row,) = await self.of("execution_detail", execution_id=execution_id[-36:])
+        (row,) = await self.of("execution_detail", execution_id=uuid_of(execution_id))
         return row
 
     async def timers(self, execution_id: str) -> dict[str, int]:
         """The times at which the timers of an execution are due, by kind."""
-        found = await self.of("timer", execution_id=execution_id[-36:])
+        found = await self.of("timer", execution_id=uuid_of(execution_id))
         return {row["kind"]: row["due_at"] for row in found}
 
     async def events(self, execution_id: str) -> list[dict[str, Any]]:
         """The events of an execution in order."""
-        found = await self.of("event_each", execution_id=execution_id[-36:])
+        found = await self.of("event_each", execution_id=uuid_of(execution_id))
         return sorted(found, key=lambda row: int(row["event_id"]))
 
     async def snapshot(self, *, without: Iterable[str] = ()) -> dict[str, list[str]]:

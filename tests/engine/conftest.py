@@ -20,7 +20,7 @@ async def clock(clock: Clock) -> Clock:
 
 @pytest.fixture
 def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable polling: only a hint wakes a waiting claim."""
+    """Disable polling: only a notification (a hint) wakes a waiting claim."""
     monkeypatch.setattr(claim_family, "POLL_SECONDS", 600.0)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import asyncpg
 
 from engine.state import claim, refused
-from engine.waits import args, triple
-from fixtures import Clock, Given
+from engine.waits import suspend_args, triple
+from fixtures import Clock, Given, uuid_of
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import Attachment, EndedLease
 from flowfabric.engine.core.transition import Move
@@ -71,7 +71,7 @@ class Scene:
     async def attached(self, execution_id: ExecutionId) -> int:
         """The attachment bits of an execution."""
         bits: int = await self.connection.fetchval(
-            "select attached from execution where execution_id = $1", execution_id[-36:]
+            "select attached from execution where execution_id = $1", uuid_of(execution_id)
         )
         return bits
 
@@ -117,7 +117,7 @@ class Scene:
         """A suspended execution past the timeout of its wait."""
         handle = await self.claimed()
         timeout_at = await self.clock.now() + 1000
-        await self.engine.suspend(handle, args(timeout_at=timeout_at, timeout_behavior=behavior))
+        await self.engine.suspend(handle, suspend_args(timeout_at=timeout_at, timeout_behavior=behavior))
         await self.clock.advance(ms=1001)
         return handle.execution_id
 
@@ -216,7 +216,7 @@ async def cancel_what_waits(scene: Scene) -> AsyncIterator[ExecutionId]:
 @way(Move.CANCELLED)
 async def cancel_what_is_suspended(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.claimed()
-    await scene.engine.suspend(handle, args())
+    await scene.engine.suspend(handle, suspend_args())
     yield handle.execution_id
     await scene.engine.cancel_execution(execution_id=handle.execution_id, reason="not wanted")
 
@@ -305,14 +305,14 @@ async def hand_back_unstarted(scene: Scene) -> AsyncIterator[ExecutionId]:
 async def suspend(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.claimed()
     yield handle.execution_id
-    await scene.engine.suspend(handle, args())
+    await scene.engine.suspend(handle, suspend_args())
 
 
 @way(Move.SUSPENDED)
 async def suspend_by_triple(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.claimed()
     yield handle.execution_id
-    await scene.engine.suspend_by_triple(**triple(handle), args=args())
+    await scene.engine.suspend_by_triple(**triple(handle), args=suspend_args())
 
 
 @way(Move.SUSPENSION_FAILED)

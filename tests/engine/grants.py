@@ -1,4 +1,4 @@
-"""Calls of grants and named claims, with default arguments."""
+"""Calls that issue grants and that claim a given execution, with default arguments."""
 
 from typing import Any
 
@@ -22,25 +22,25 @@ async def register_workers(engine: Engine, *names: str) -> None:
         await parts_of(engine).lifecycle.store.worker_no(name, f"{name}-1")
 
 
-async def grant(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Granted:
-    """A claim grant for a worker."""
+async def issue_grant(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Granted:
+    """Issue a claim grant for this execution to a worker."""
     return await engine.issue_claim_grant(execution_id=execution_id, **worker(name, **overrides))
 
 
-async def reclaim_grant(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Any:
-    """Request a reclaim grant for a worker."""
+async def issue_reclaim_grant(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Any:
+    """Request a reclaim grant for this execution for a worker."""
     return await engine.issue_reclaim_grant(execution_id=execution_id, **worker(name, **overrides))
 
 
-async def granted(engine: Engine, name: str = "pool", **overrides: Any) -> Granted:
-    """A grant from claim_for_worker."""
+async def grant_for_worker(engine: Engine, name: str = "pool", **overrides: Any) -> Granted:
+    """Issue a grant for any claimable execution to a worker, by `claim_for_worker`."""
     answer = await engine.claim_for_worker(**worker(name, **overrides))
     assert isinstance(answer, Granted), answer
     return answer
 
 
-async def claim_named(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Any:
-    """Claim an execution with a worker's grant."""
+async def claim_granted(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Any:
+    """Claim an execution that is granted to the worker."""
     return await engine.claim_execution(execution_id=execution_id, **worker(name, **overrides))
 
 
@@ -55,7 +55,7 @@ async def reclaim(engine: Engine, execution_id: str, name: str = "pool", **overr
 
 
 async def resumable(given: Given, **overrides: Any) -> str:
-    """An execution whose attempt is parked and can be claimed at once."""
+    """An execution with an interrupted attempt that can be claimed at once."""
     handle = await given.claimed(**overrides)
     await given.engine.wait_children(handle)
     return str(handle.execution_id)

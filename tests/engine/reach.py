@@ -3,7 +3,7 @@
 import asyncpg
 
 from engine.state import block
-from engine.waits import args
+from engine.waits import suspend_args
 from fixtures import Clock, Given
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -38,7 +38,7 @@ async def one_of(state: PublicState, given: Given, clock: Clock, connection: asy
             return {lost.execution_id, running.execution_id}
         case PublicState.SUSPENDED:
             handle = await given.claimed(lane_id="rare")
-            await engine.suspend(handle, args())
+            await engine.suspend(handle, suspend_args())
             return {handle.execution_id}
         case PublicState.RESUMABLE:
             handle = await given.claimed(lane_id="rare")

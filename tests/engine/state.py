@@ -8,7 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from fixtures import Rows
+from fixtures import Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome
@@ -27,7 +27,7 @@ RETRYABLE = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_retry
 PARKED = "runnable/unowned/not_eligible_until_time/waiting_for_delay/none/attempt_interrupted/delayed"
 RESUMABLE = "runnable/unowned/eligible_now/waiting_for_worker/none/attempt_interrupted/resumable"
 CANCELLED = "terminal/unowned/not_applicable/none/cancelled/attempt_terminal/cancelled"
-CANCELLED_UNTRIED = "terminal/unowned/not_applicable/none/cancelled/pending_first_attempt/cancelled"
+CANCELLED_BEFORE_FIRST_ATTEMPT = "terminal/unowned/not_applicable/none/cancelled/pending_first_attempt/cancelled"
 
 _DIMENSIONS = (
     "lifecycle_phase",
@@ -58,7 +58,7 @@ def vector(row: dict[str, Any]) -> str:
     return "/".join(row[name] for name in _DIMENSIONS)
 
 
-def lease_left(row: dict[str, Any]) -> dict[str, Any]:
+def lease_fields(row: dict[str, Any]) -> dict[str, Any]:
     """The lease columns that are not null: none after the lease was released."""
     return {name: row[name] for name in _LEASE if row[name] is not None}
 
@@ -76,12 +76,12 @@ def _event(row: dict[str, Any]) -> str:
 
 async def attempts(rows: Rows, execution_id: str) -> list[dict[str, Any]]:
     """The attempts of an execution in order."""
-    found = await rows.of("attempt_all", execution_id=execution_id[-36:])
+    found = await rows.of("attempt_all", execution_id=uuid_of(execution_id))
     return sorted(found, key=lambda row: int(row["attempt_index"]))
 
 
-async def pending(engine: Engine, execution_id: str) -> dict[str, str]:
-    """The pending fields of an attempt that has not started."""
+async def pending_fields(engine: Engine, execution_id: str) -> dict[str, str]:
+    """The fields named `pending_…` about the next attempt, without that prefix and without those that are null."""
     names = ("retry_reason", "replay_reason", "replay_requested_by", "previous_attempt_index")
     fields = await engine.read_exec_core_fields(execution_id, [f"pending_{name}" for name in names])
     return {name: value for name in names if (value := fields[f"pending_{name}"]) is not None}
@@ -162,7 +162,7 @@ async def _complete_many(engine: Engine, handle: Handle) -> object:
     return _value(await engine.complete_many([(handle, b"x")]))
 
 
-FENCED: dict[str, Fenced] = {
+FENCED_OPERATIONS: dict[str, Fenced] = {
     "renew": lambda engine, handle: engine.renew(handle),
     "renew_many": _renew_many,
     "progress": lambda engine, handle: engine.progress(handle, percent=50, message="half"),
@@ -176,7 +176,7 @@ FENCED: dict[str, Fenced] = {
 }
 """Every operation that a worker calls under its lease; a refused item of a batch form is raised."""
 
-each_fenced = pytest.mark.parametrize("operation", FENCED)
+each_fenced = pytest.mark.parametrize("operation", FENCED_OPERATIONS)
 
 
 IS_WHOLE = os.environ.get("FF_TEST_SWEEP") == "whole"
@@ -223,7 +223,7 @@ async def revoke(connection: asyncpg.Connection, execution_id: str) -> None:
              select place, route_no, queue_no, partition_key, execution_id from revoked join queue using (queue_no)
            )
            insert into listed select partition_key, execution_id, public_state, lease_revoked_at from revoked""",
-        execution_id[-36:],
+        uuid_of(execution_id),
     )
 
 
@@ -239,7 +239,7 @@ async def block(connection: asyncpg.Connection, execution_id: str, eligibility: 
            ),
            unqueued as (delete from ready r using blocked b where r.queue_no = b.queue_no and r.place = b.place)
            insert into listed select partition_key, execution_id, public_state, last_transition_at from blocked""",
-        execution_id[-36:],
+        uuid_of(execution_id),
         eligibility,
         reason,
     )

@@ -11,8 +11,8 @@ import pytest
 from creates import new
 from engine.ends import BIT, TTL_MS, WAYS, Scene
 from engine.state import all_cases, claim, refused
-from engine.waits import args, triple
-from fixtures import Clock, Engines, Given, Rows
+from engine.waits import suspend_args, triple
+from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.db.database import Transaction
 from flowfabric.engine import parts as parts_module
 from flowfabric.engine.core.consequence import EndedLease
@@ -77,7 +77,7 @@ async def check_seen(scene: Scene, execution_id: ExecutionId, move: Move) -> Non
     assert await scene.connection.fetchval(
         """select count(*) from event_each e join test_ended s on s.xid = e.xid
             where e.execution_id = $1 and e.kind in ('released', 'ended', 'expired')""",
-        execution_id[-36:],
+        uuid_of(execution_id),
     ), "no event of the end is of the transaction that the consequence saw"
 
 
@@ -110,7 +110,7 @@ async def test_the_consequence_sees_every_lease_of_an_execution(scene: Scene) ->
     await scene.attach(first.execution_id)
     await scene.engine.hand_back(first)
     (second,) = await claim(scene.engine)
-    await scene.engine.suspend(second.handle, args())
+    await scene.engine.suspend(second.handle, suspend_args())
     await scene.engine.resume_execution(execution_id=first.execution_id)
     (third,) = await claim(scene.engine)
     await scene.engine.complete(third.handle, b"done")

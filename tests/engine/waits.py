@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 
-from fixtures import Rows
+from fixtures import Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import ByName, Single, all_of_waitpoints
 from flowfabric.model.handle import Handle
@@ -31,7 +31,7 @@ def fresh(key: str = "wait") -> Fresh:
     return Fresh(waitpoint_id=WaitpointId(uuid4()), waitpoint_key=key)
 
 
-def args(**overrides: Any) -> SuspendArgs:
+def suspend_args(**overrides: Any) -> SuspendArgs:
     """The arguments of a suspend; by default on one waitpoint that waits for `ready`."""
     return SuspendArgs(
         **{
@@ -46,12 +46,12 @@ def args(**overrides: Any) -> SuspendArgs:
 
 def on_all(*keys: str, **overrides: Any) -> SuspendArgs:
     """The arguments of a suspend that waits for all of several waitpoints."""
-    return args(waitpoints=tuple(map(fresh, keys)), resume_condition=all_of_waitpoints(keys), **overrides)
+    return suspend_args(waitpoints=tuple(map(fresh, keys)), resume_condition=all_of_waitpoints(keys), **overrides)
 
 
 def using(pending: PendingWaitpoint, **overrides: Any) -> SuspendArgs:
     """The arguments of a suspend on a waitpoint created in advance."""
-    return args(waitpoints=(UsePending(waitpoint_id=pending.waitpoint_id),), **overrides)
+    return suspend_args(waitpoints=(UsePending(waitpoint_id=pending.waitpoint_id),), **overrides)
 
 
 def triple(handle: Handle) -> dict[str, Any]:
@@ -80,9 +80,9 @@ def token_of(execution_id: str, waitpoint_id: UUID) -> str:
     return sign_token(KEY, parse_execution_id(execution_id), WaitpointId(waitpoint_id)).reveal()
 
 
-async def suspended(engine: Engine, handle: Handle, given: SuspendArgs | None = None, **overrides: Any) -> Suspended:
+async def suspend_run(engine: Engine, handle: Handle, given: SuspendArgs | None = None, **overrides: Any) -> Suspended:
     """Suspend a run and return the outcome, which must be `Suspended`."""
-    outcome = await engine.suspend(handle, given or args(**overrides))
+    outcome = await engine.suspend(handle, given or suspend_args(**overrides))
     assert isinstance(outcome, Suspended), outcome
     return outcome
 
@@ -92,7 +92,7 @@ async def rewriting(connection: asyncpg.Connection, table: str, execution_id: st
     """Rewrite a row of an execution in a transaction that stays open inside the block, as a migration would."""
     async with connection.transaction():
         await connection.execute(
-            f"update {table} set partition_key = partition_key where execution_id = $1", execution_id[-36:]
+            f"update {table} set partition_key = partition_key where execution_id = $1", uuid_of(execution_id)
         )
         yield
 
@@ -100,7 +100,7 @@ async def rewriting(connection: asyncpg.Connection, table: str, execution_id: st
 async def suspension(rows: Rows, execution_id: str) -> dict[str, Any]:
     """The latest suspension of an execution."""
     latest = (await rows.execution(execution_id))["suspension_id"]
-    (row,) = await rows.of("suspension", execution_id=execution_id[-36:], suspension_id=latest)
+    (row,) = await rows.of("suspension", execution_id=uuid_of(execution_id), suspension_id=latest)
     return dict(row)
 
 
@@ -117,5 +117,5 @@ async def waitpoint(rows: Rows, waitpoint_id: UUID) -> dict[str, Any]:
 
 async def waitpoints(rows: Rows, execution_id: str) -> list[dict[str, Any]]:
     """The waitpoints of an execution by key."""
-    found = await rows.of("waitpoint", execution_id=execution_id[-36:])
+    found = await rows.of("waitpoint", execution_id=uuid_of(execution_id))
     return sorted(found, key=lambda row: str(row["waitpoint_key"]))

@@ -1,4 +1,4 @@
-"""Subjects of the fault sweeps, their rows in a comparable form, and probes of an engine."""
+"""What a fault sweep calls operations on (subjects), their rows in a comparable form, and probes of an engine."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import asyncpg
 
-from fixtures import Clock
+from fixtures import Clock, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Created, NewExecution
@@ -75,14 +75,14 @@ union all select 'signing_key', is_current || ' ' || (expires_at is null) from s
 """
 """Every row that a call on a subject may write."""
 
-_BUSY = """
+_BUSY_SESSIONS = """
 select coalesce(string_agg(state || ': ' || left(query, 80), ' | '), '') from pg_stat_activity
  where datname = current_database() and application_name = 'flowfabric' and state <> 'idle'
 """
 
 
 class Subject:
-    """The subject of one call: its lane, its ids, and what the preparation has created."""
+    """What one call works on: its lane, its ids, and the execution that the preparation has created."""
 
     def __init__(
         self, engine: Engine, clock: Clock, connection: asyncpg.Connection, *, lane_id: str, began: int
@@ -111,7 +111,7 @@ class Subject:
 
     @property
     def triple(self) -> dict[str, Any]:
-        """The arguments that name the lease."""
+        """The arguments that name the execution and the fence of its lease."""
         return {
             "execution_id": self.execution_id,
             "lease_id": self.handle.lease_id,
@@ -121,11 +121,11 @@ class Subject:
 
     @property
     def fence(self) -> dict[str, Any]:
-        """The arguments that name the lease and its attempt."""
+        """The arguments of `triple` and the attempt index."""
         return {**self.triple, "attempt_index": self.handle.attempt_index}
 
     def new(self, **overrides: Any) -> dict[str, Any]:
-        """The arguments of a create."""
+        """The arguments of `create_execution`."""
         return {
             "namespace": "tests",
             "lane_id": self.lane_id,
@@ -139,7 +139,7 @@ class Subject:
 
 
 class Scene:
-    """The store of a sweep, seen through another engine and another connection than those under test."""
+    """Prepares and reads the store of a sweep, with an engine and a connection that are not under test."""
 
     def __init__(self, engine: Engine, clock: Clock, connection: asyncpg.Connection) -> None:
         self.engine = engine
@@ -160,7 +160,7 @@ class Scene:
         """Wait up to two seconds until every session of the engines is idle; return what is still running."""
         deadline = time.monotonic() + 2
         while True:
-            busy: str = await self._connection.fetchval(_BUSY)
+            busy: str = await self._connection.fetchval(_BUSY_SESSIONS)
             if not busy or time.monotonic() > deadline:
                 return busy
             await asyncio.sleep(0.002)
@@ -183,7 +183,7 @@ class Scene:
             await self.engine.seed_waitpoint_hmac_secret(kid=uuid4().hex, secret_hex=SECRET)
 
     async def probe(self, engine: Engine) -> list[str]:
-        """Make ten calls on an engine; return those whose effect another connection does not find.
+        """Make ten calls on an engine; return a text for each effect that another connection does not find.
 
         Independent calls run concurrently, so that every connection of the engine is used.
         """
@@ -243,7 +243,7 @@ class Scene:
               left join idempotency_key k on k.subject_id = e.execution_id and k.operation = 'submit'
              where e.execution_id = any($1::uuid[])"""
         rows = {
-            str(row["execution_id"]): row for row in await self._connection.fetch(query, [one[-36:] for one in made])
+            str(row["execution_id"]): row for row in await self._connection.fetch(query, [uuid_of(one) for one in made])
         }
         expected: dict[ExecutionId, dict[str, Any]] = {
             done: {"state": "completed", "result_payload": name.encode(), "progress_pct": 42},
@@ -253,7 +253,7 @@ class Scene:
         }
         wrong = []
         for execution_id, values in expected.items():
-            row = rows.get(execution_id[-36:])
+            row = rows.get(uuid_of(execution_id))
             if row is None:
                 wrong.append(f"{execution_id} was acknowledged but is not in the store")
                 continue

@@ -261,7 +261,7 @@ async def test_grants_and_named_claims_touch_few_rows(full: Engine, touched: Tou
     assert touched["insert_grant"] <= 5
     assert isinstance(granted[0], Granted)
     await full.claim_execution(execution_id=granted[0].execution_id, **planner)
-    assert touched["lease_held"] <= 10
+    assert touched["lease_locked"] <= 10
 
 
 def suspension() -> SuspendArgs:
@@ -289,12 +289,12 @@ async def test_signals_touch_few_rows(full: Engine, touched: Touched) -> None:
     assert touched["lock_targets"] <= 20
     assert touched["read_deliveries"] <= 20
     assert touched["insert_deliveries"] <= 5
-    assert touched["resume_held"] <= 40
+    assert touched["resume_locked"] <= 40
     with contextlib.suppress(EngineError):
         await full.deliver_signal(**{**signal(waits[5]), "waitpoint_token": "k1:" + "0" * 64})
     assert touched["insert_deliveries"] <= 10
     await full.resume_execution(execution_id=handles[6].execution_id)
-    assert touched["resume_held"] <= 40
+    assert touched["resume_locked"] <= 40
 
 
 async def test_a_sweep_touches_only_a_batch_of_what_is_due(

@@ -10,7 +10,7 @@ import pytest
 
 from creates import new
 from databases import Databases
-from engine.waits import args
+from engine.waits import suspend_args
 from fixtures import Clock
 from flowfabric.db.session import connect
 from flowfabric.engine.engine import Engine
@@ -51,7 +51,7 @@ async def fill(engine: Engine, clock: Clock) -> None:
     while await parts_of(engine).lease_expiry.sweep():
         pass
     waiting = await run(engine, SUSPENDED + RESUMED)
-    await asyncio.gather(*(engine.suspend(each.handle, args()) for each in waiting))
+    await asyncio.gather(*(engine.suspend(each.handle, suspend_args()) for each in waiting))
     # The row of a closed suspension is kept as long as its execution.
     for each in waiting[SUSPENDED:]:
         await engine.resume_execution(execution_id=each.execution_id)

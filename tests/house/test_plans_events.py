@@ -6,7 +6,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.db.session import session_settings
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -39,7 +39,7 @@ async def test_the_rare_events_of_an_execution_are_found_by_their_own_index(
     reader = await session(url, "test plans")
     for name, value in session_settings("flowfabric").items():
         await reader.execute("select set_config($1, $2, false)", name, value)
-    execution_id = handle.execution_id[-36:]
+    execution_id = uuid_of(handle.execution_id)
     assert [row["kind"] for row in await reader.fetch(_RARE, execution_id)] == ["expired"]
     (plan,) = json.loads(await reader.fetchval(f"explain (format json) {_RARE}", execution_id))
     assert all("execution_id_event_id" in name or name == "event_rare_execution" for name in indexes(plan["Plan"]))

@@ -219,7 +219,7 @@ async def test_retention_skips_a_table_in_which_the_execution_has_no_rows(
 ) -> None:
     lines = await plan(planner, ALL["take_retained"])
     at = next(at for at, line in enumerate(lines) if f"Delete on {table} " in line)
-    assert lines[at + 2].startswith("->  CTE Scan on gone d")
+    assert lines[at + 2].startswith("->  CTE Scan on deleted d")
     assert lines[at + 3] == f"Filter: {condition}"
 
 

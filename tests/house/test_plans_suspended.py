@@ -127,7 +127,7 @@ async def test_the_operations_of_one_suspension_touch_only_its_own_rows(
     ):
         await operation
     assert {"lock_executions", "lock_free_executions", "read_runs", "insert_suspensions"} <= set(touched.calls)
-    assert {"set_activated", "list_buffered", "read_reasons"} <= set(touched.calls)
+    assert {"activate_waitpoint", "list_buffered_signals", "read_reasons"} <= set(touched.calls)
     assert set(touched.above(40)) <= {"claim_by_route", "insert_alike"}
     await clock.advance(ms=WEEK * 52)
     assert await parts_of(full).retention.trim(limit=2) == 2
@@ -147,7 +147,7 @@ async def test_a_hundred_concurrent_resumes_touch_only_their_own_rows(
     outcomes = await waits(full, 100)
     touched.clear()
     await asyncio.gather(*(signal(full, each, is_last=True) for each in outcomes))
-    assert "resume_held" in touched
+    assert "resume_locked" in touched
     assert touched.above(20 * 100) == {}
 
 

@@ -36,12 +36,12 @@ CREATES = {"insert_executions", "insert_alike"}
 MOVES = {
     "claim_by_route",
     "claim_by_queue",
-    "lease_held",
+    "lease_locked",
     "complete_leases",
     "end_leases",
     "promote_delayed",
-    "resume_held",
-    "escalate_held",
+    "resume_locked",
+    "escalate_locked",
 }
 """The only statements that write the state of an execution."""
 
@@ -185,10 +185,10 @@ def test_a_transition_writes_no_literal_state() -> None:
     [
         ("claim_by_route", CLAIM_PARAMETERS),
         ("claim_by_queue", CLAIM_PARAMETERS),
-        ("lease_held", CLAIM_PARAMETERS),
+        ("lease_locked", CLAIM_PARAMETERS),
         ("complete_leases", completion_parameters()),
         ("promote_delayed", PROMOTED),
-        ("escalate_held", ESCALATED),
+        ("escalate_locked", ESCALATED),
     ],
 )
 def test_a_transition_takes_every_target_column_as_a_parameter(name: str, parameters: dict[str, object]) -> None:
@@ -211,7 +211,7 @@ def test_a_statement_reads_the_clock_once_unless_it_waits_for_locks() -> None:
 KINDS = {
     "claim_by_route": {EventKind.ACQUIRED, EventKind.RECLAIMED},
     "claim_by_queue": {EventKind.ACQUIRED, EventKind.RECLAIMED},
-    "lease_held": {EventKind.ACQUIRED, EventKind.RECLAIMED},
+    "lease_locked": {EventKind.ACQUIRED, EventKind.RECLAIMED},
     "renew_leases": {EventKind.RENEWED},
     "complete_leases": {EventKind.RELEASED},
     "end_leases": {EventKind.RELEASED, EventKind.ENDED, EventKind.EXPIRED},

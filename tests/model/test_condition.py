@@ -1,3 +1,5 @@
+"""Conditions: their JSON form, which of them are rejected, and which signals meet them."""
+
 import json
 import uuid
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from flowfabric.model.condition import (
     all_of_waitpoints,
     check_structure,
     condition_json,
-    condition_plain,
+    condition_value,
     parse_condition,
     read_stored_condition,
     required_signal_names,
@@ -39,7 +41,7 @@ from model.cases import for_each
 KEYS = ("a", "b", "c")
 NAMES = ("go", "stop")
 RESERVED = ByName(OPERATOR_ONLY_NAME)
-UNMEETABLE = AllOf((Count(n=1, count_kind=CountKind.DISTINCT_SOURCES, waitpoints=("a",), matcher=RESERVED),))
+WITH_RESERVED_NAME = AllOf((Count(n=1, count_kind=CountKind.DISTINCT_SOURCES, waitpoints=("a",), matcher=RESERVED),))
 
 matchers = st.one_of(st.just(Wildcard()), st.sampled_from(NAMES).map(ByName))
 singles = st.builds(Single, waitpoint_key=st.sampled_from(KEYS), matcher=matchers)
@@ -96,7 +98,7 @@ def nested(depth: int) -> AllOf:
     return condition
 
 
-COUNT = {"kind": "Count", "n": 1, "count_kind": "DistinctSignals", "waitpoints": ["a"]}
+COUNT_JSON = {"kind": "Count", "n": 1, "count_kind": "DistinctSignals", "waitpoints": ["a"]}
 JSON_FORMS: list[tuple[Condition, object]] = [
     (
         Single(waitpoint_key="k", matcher=ByName("ready")),
@@ -115,11 +117,11 @@ JSON_FORMS: list[tuple[Condition, object]] = [
     ),
     (
         count(1, CountKind.DISTINCT_SIGNALS, "a", matcher=ByName("go")),
-        {"Composite": {**COUNT, "matcher": {"ByName": "go"}}},
+        {"Composite": {**COUNT_JSON, "matcher": {"ByName": "go"}}},
     ),
 ]
 
-NOT_UNDERSTOOD: list[object] = [
+UNKNOWN_FORMS: list[object] = [
     None,
     5,
     [],
@@ -138,45 +140,45 @@ NOT_UNDERSTOOD: list[object] = [
     {"Composite": []},
     {"Composite": {"kind": "AllOf", "members": "OperatorOnly"}},
     {"Composite": {"kind": "AllOf", "members": ["OperatorOnly"], "within_ms": 5}},
-    {"Composite": {**COUNT, "n": -1}},
-    {"Composite": {**COUNT, "n": 2**32}},
-    {"Composite": {**COUNT, "n": True}},
-    {"Composite": {**COUNT, "n": 1.0}},
-    {"Composite": {**COUNT, "count_kind": "DistinctDays"}},
-    {"Composite": {**COUNT, "matcher": "Regex"}},
-    {"Composite": {**COUNT, "waitpoints": "a"}},
-    {"Composite": {**COUNT, "waitpoints": [5]}},
-    {"Composite": {**COUNT, "weights": [1]}},
-    {"Composite": {**COUNT, "waitpoints": ["a\0"]}},
+    {"Composite": {**COUNT_JSON, "n": -1}},
+    {"Composite": {**COUNT_JSON, "n": 2**32}},
+    {"Composite": {**COUNT_JSON, "n": True}},
+    {"Composite": {**COUNT_JSON, "n": 1.0}},
+    {"Composite": {**COUNT_JSON, "count_kind": "DistinctDays"}},
+    {"Composite": {**COUNT_JSON, "matcher": "Regex"}},
+    {"Composite": {**COUNT_JSON, "waitpoints": "a"}},
+    {"Composite": {**COUNT_JSON, "waitpoints": [5]}},
+    {"Composite": {**COUNT_JSON, "weights": [1]}},
+    {"Composite": {**COUNT_JSON, "waitpoints": ["a\0"]}},
 ]
 
 
 @for_each("condition, plain", JSON_FORMS)
-def test_a_condition_has_its_json_form(condition: Condition, plain: object) -> None:
-    assert condition_plain(condition) == plain
+def test_a_condition_is_written_as_json_and_read_from_it(condition: Condition, plain: object) -> None:
+    assert condition_value(condition) == plain
     assert parse_condition(plain) == condition
     assert json.loads(condition_json(condition)) == plain
 
 
 @given(trees(all_leaves))
-def test_a_condition_survives_its_json(condition: Condition) -> None:
-    assert parse_condition(condition_plain(condition)) == condition
+def test_a_condition_is_equal_after_a_json_round_trip(condition: Condition) -> None:
+    assert parse_condition(condition_value(condition)) == condition
     assert read_stored_condition(condition_json(condition)) == condition
     assert parse_condition(condition) is condition
 
 
-def test_a_null_matcher_is_read_as_none() -> None:
-    assert parse_condition({"Composite": {**COUNT, "matcher": None}}) == parse_condition({"Composite": COUNT})
+def test_a_null_matcher_is_read_as_no_matcher() -> None:
+    assert parse_condition({"Composite": {**COUNT_JSON, "matcher": None}}) == parse_condition({"Composite": COUNT_JSON})
 
 
-@for_each("plain", NOT_UNDERSTOOD)
-def test_an_unknown_condition_is_rejected_and_never_met_when_stored(plain: object) -> None:
-    mixed = {"Composite": {"kind": "AllOf", "members": [{"Composite": COUNT}, plain]}}
+@for_each("plain", UNKNOWN_FORMS)
+def test_an_unknown_condition_is_rejected_as_an_argument_and_never_met_if_stored(plain: object) -> None:
+    mixed = {"Composite": {"kind": "AllOf", "members": [{"Composite": COUNT_JSON}, plain]}}
     for value in (plain, mixed):
         with pytest.raises(InvalidInputError, match="invalid_input: "):
             parse_condition(value)
         stored = read_stored_condition(json.dumps(value))
-        assert condition_plain(stored) == value
+        assert condition_value(stored) == value
         assert not evaluate(stored, [signal("a"), signal("b")]).satisfied
         with pytest.raises(InvalidInputError, match="invalid_input: "):
             parse_condition(stored)
@@ -255,7 +257,7 @@ def test_lists_of_members_become_tuples() -> None:
             "count_exceeds_waitpoint_set: n=2 > waitpoints.len()=1 at path <root>",
         ),
         (Single(waitpoint_key="a", matcher=RESERVED), "reserved_signal_name: __operator_only__ at path <root>"),
-        (UNMEETABLE, "reserved_signal_name: __operator_only__ at path members[0]"),
+        (WITH_RESERVED_NAME, "reserved_signal_name: __operator_only__ at path members[0]"),
     ],
 )
 def test_a_condition_that_can_never_be_met_is_rejected_with_its_path(condition: Condition, detail: str) -> None:
@@ -317,7 +319,7 @@ def test_one_signal_of_the_name_meets_a_single_condition() -> None:
     assert outcome == Evaluation(
         satisfied=True,
         satisfiers=(ready.signal_id,),
-        closer=ready.signal_id,
+        closing_signal=ready.signal_id,
         dispositions=(SignalDisposition.NO_OP,) * 3 + (SignalDisposition.RESUME_CONDITION_SATISFIED,),
     )
     assert outcome.last.effect is SignalEffect.RESUME_CONDITION_SATISFIED
@@ -355,10 +357,10 @@ def test_a_count_of_sources_needs_distinct_sources() -> None:
         "signal_ignored_not_in_condition",
         "resume_condition_satisfied",
     ]
-    assert (outcome.satisfiers, outcome.closer) == ((first.signal_id, second.signal_id), second.signal_id)
+    assert (outcome.satisfiers, outcome.closing_signal) == ((first.signal_id, second.signal_id), second.signal_id)
 
 
-def test_counts_of_signals_and_of_waitpoints_count_what_they_name() -> None:
+def test_distinct_signals_and_distinct_waitpoints_are_counted_once_each() -> None:
     first = signal()
     counted = ["appended_to_waitpoint", "appended_to_waitpoint_duplicate", "resume_condition_satisfied"]
     assert dispositions(count(2, CountKind.DISTINCT_SIGNALS, "a"), first, first, signal()) == counted
@@ -366,7 +368,7 @@ def test_counts_of_signals_and_of_waitpoints_count_what_they_name() -> None:
     assert dispositions(condition, signal("b"), signal("b", source="y"), signal("c")) == counted
 
 
-def test_all_waitpoints_are_needed_in_any_order() -> None:
+def test_all_of_waitpoints_needs_a_signal_at_each_in_any_order() -> None:
     condition = all_of_waitpoints(["a", "b", "c"])
     assert condition == AllOf(tuple(Single(waitpoint_key=key, matcher=Wildcard()) for key in "abc"))
     delivered = [signal("c"), signal("c"), signal("a"), signal("b")]
@@ -390,22 +392,22 @@ def test_one_signal_may_meet_several_leaves_of_a_waitpoint() -> None:
     ]
 
 
-def test_empty_groups_zero_counts_and_missing_signals_meet_nothing() -> None:
+def test_an_empty_group_a_zero_count_and_a_single_without_signals_are_not_met() -> None:
     for condition in (AllOf(()), AllOf((Single(waitpoint_key="a"), AllOf(())))):
         assert not evaluate(condition, [signal()]).satisfied
     assert not evaluate(count(0, CountKind.DISTINCT_SIGNALS, "a"), [signal()]).satisfied
     assert not evaluate(Single(waitpoint_key="a"), []).satisfied
 
 
-def test_signals_after_the_closer_are_duplicates() -> None:
-    closer = signal()
+def test_signals_after_the_closing_signal_are_duplicates() -> None:
+    closing_signal = signal()
     for condition in (Single(waitpoint_key="a"), count(1, CountKind.DISTINCT_SIGNALS, "a")):
-        outcome = evaluate(condition, [closer, signal()])
-        assert (outcome.satisfiers, outcome.closer) == ((closer.signal_id,), closer.signal_id)
+        outcome = evaluate(condition, [closing_signal, signal()])
+        assert (outcome.satisfiers, outcome.closing_signal) == ((closing_signal.signal_id,), closing_signal.signal_id)
         assert outcome.last is SignalDisposition.APPENDED_TO_WAITPOINT_DUPLICATE
 
 
-def test_each_disposition_has_its_effect_and_match() -> None:
+def test_each_disposition_has_an_effect_and_tells_whether_the_signal_matched() -> None:
     assert {each.value: (each.effect.value, each.is_matched) for each in SignalDisposition} == {
         "signal_ignored_not_in_condition": ("appended_to_waitpoint", False),
         "signal_ignored_matcher_failed": ("appended_to_waitpoint", False),
@@ -428,29 +430,29 @@ def meets(condition: Condition, delivered: Sequence[SignalFacts]) -> bool:
                 each.waitpoint_key == key and matcher in (Wildcard(), ByName(each.signal_name)) for each in usable
             )
         case Count():
-            asked = [
+            matching = [
                 each
                 for each in usable
                 if each.waitpoint_key in condition.waitpoints
                 and condition.matcher in (None, Wildcard(), ByName(each.signal_name))
             ]
             counted: dict[CountKind, set[object]] = {
-                CountKind.DISTINCT_WAITPOINTS: {each.waitpoint_key for each in asked},
-                CountKind.DISTINCT_SIGNALS: {each.signal_id for each in asked},
-                CountKind.DISTINCT_SOURCES: {(each.source_type, each.source_identity) for each in asked},
+                CountKind.DISTINCT_WAITPOINTS: {each.waitpoint_key for each in matching},
+                CountKind.DISTINCT_SIGNALS: {each.signal_id for each in matching},
+                CountKind.DISTINCT_SOURCES: {(each.source_type, each.source_identity) for each in matching},
             }
             return len(counted[condition.count_kind]) >= condition.n
     return False
 
 
 @given(trees(all_leaves), signals())
-def test_a_condition_is_met_as_a_simple_implementation_says(condition: Condition, delivered: list[SignalFacts]) -> None:
+def test_evaluate_agrees_with_a_simple_implementation(condition: Condition, delivered: list[SignalFacts]) -> None:
     assert evaluate(condition, delivered).satisfied is meets(condition, delivered)
 
 
 @given(trees(signal_leaves), signals(), st.randoms())
-def test_the_order_of_signals_does_not_matter(condition: Condition, delivered: list[SignalFacts], draw: Any) -> None:
-    shuffled = draw.sample(delivered, len(delivered))
+def test_the_order_of_signals_does_not_matter(condition: Condition, delivered: list[SignalFacts], random: Any) -> None:
+    shuffled = random.sample(delivered, len(delivered))
     assert evaluate(condition, shuffled).satisfied is evaluate(condition, delivered).satisfied
 
 
@@ -460,7 +462,8 @@ def test_more_signals_never_undo_a_met_condition(
 ) -> None:
     before, after = evaluate(condition, delivered), evaluate(condition, [*delivered, *more])
     if before.satisfied:
-        assert (after.satisfied, after.satisfiers, after.closer) == (True, before.satisfiers, before.closer)
+        assert after.satisfied
+        assert (after.satisfiers, after.closing_signal) == (before.satisfiers, before.closing_signal)
 
 
 @given(trees(signal_leaves), signals())
@@ -470,12 +473,8 @@ def test_earlier_satisfiers_and_the_newest_signal_give_the_result_of_all_signals
     kept: list[SignalFacts] = []
     for at, newest in enumerate(delivered):
         step, whole = evaluate(condition, [*kept, newest]), evaluate(condition, delivered[: at + 1])
-        assert (step.satisfied, step.satisfiers, step.closer, step.last) == (
-            whole.satisfied,
-            whole.satisfiers,
-            whole.closer,
-            whole.last,
-        )
+        assert (step.satisfied, step.closing_signal) == (whole.satisfied, whole.closing_signal)
+        assert (step.satisfiers, step.last) == (whole.satisfiers, whole.last)
         kept = [each for each in delivered[: at + 1] if each.signal_id in whole.satisfiers]
 
 
@@ -486,15 +485,12 @@ def test_the_counts_of_one_tree_are_independent(members: list[Count], delivered:
 
 
 @given(trees(signal_leaves), signals())
-def test_satisfiers_are_the_signals_with_an_adding_disposition(
+def test_satisfiers_are_the_signals_that_were_appended_or_met_the_condition(
     condition: Condition, delivered: list[SignalFacts]
 ) -> None:
     outcome = evaluate(condition, delivered)
-    adding = (SignalDisposition.APPENDED_TO_WAITPOINT, SignalDisposition.RESUME_CONDITION_SATISFIED)
-    added = [
-        each.signal_id
-        for each, disposition in zip(delivered, outcome.dispositions, strict=True)
-        if disposition in adding
-    ]
-    assert list(outcome.satisfiers) == added
-    assert outcome.closer == (added[-1] if outcome.satisfied else None)
+    satisfying = (SignalDisposition.APPENDED_TO_WAITPOINT, SignalDisposition.RESUME_CONDITION_SATISFIED)
+    dispositions = zip(delivered, outcome.dispositions, strict=True)
+    expected = [each.signal_id for each, disposition in dispositions if disposition in satisfying]
+    assert list(outcome.satisfiers) == expected
+    assert outcome.closing_signal == (expected[-1] if outcome.satisfied else None)

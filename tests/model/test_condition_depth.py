@@ -13,7 +13,7 @@ from flowfabric.model.condition import (
     Single,
     check_structure,
     condition_json,
-    condition_plain,
+    condition_value,
     parse_condition,
     read_stored_condition,
     required_signal_names,
@@ -82,7 +82,7 @@ def test_a_condition_nested_too_deeply_is_rejected_at_any_depth(form: str) -> No
 
 @for_each("depth", DEPTHS[1:])
 def test_a_condition_nested_too_deeply_cannot_become_json(depth: int) -> None:
-    for convert in (condition_plain, condition_json):
+    for convert in (condition_value, condition_json):
         with pytest.raises(InvalidInputError) as refused:
             convert(nested(depth))
         assert (refused.value.code, refused.value.detail) == ("invalid_input", DEEP)
@@ -139,7 +139,7 @@ def test_a_shared_group_is_checked_once() -> None:
     assert refusal(wide(1000, 1000, 1000, 1000, 1000)) == DEEP
     assert refusal(wide_plain(1000, 1000, 1000, 1000, 1000)) == DEEP
     assert refusal(twice_in_itself()) == DEEP
-    for convert in (condition_plain, condition_json):
+    for convert in (condition_value, condition_json):
         with pytest.raises(InvalidInputError) as refused:
             convert(wide(1000, 1000, 1000, 1000))
         assert refused.value.detail == TOO_LARGE

@@ -153,7 +153,7 @@ def test_an_unknown_code_is_a_key_error() -> None:
 
 
 def test_a_code_belongs_to_one_category() -> None:
-    with pytest.raises(ValueError, match="stale_lease is a state code"):
+    with pytest.raises(ValueError, match=r"code .stale_lease. is of category .state., not .validation.; call error"):
         errors.InvalidInputError("stale_lease")
 
 

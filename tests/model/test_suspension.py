@@ -18,7 +18,7 @@ from flowfabric.model.condition import (
     Single,
     TimeoutOnly,
     all_of_waitpoints,
-    condition_plain,
+    condition_value,
 )
 from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.ids import SuspensionId, WaitpointId
@@ -32,12 +32,12 @@ from flowfabric.model.suspension import (
     SuspensionReason,
     SuspensionRequester,
     blocking_reason_of,
-    check_deadline,
     check_suspend,
-    deadline_of,
+    check_timeout_at,
     parse_timeout_behavior,
     read_stored_timeout_behavior,
     replay_window_ms,
+    resolve_timeout,
 )
 from flowfabric.model.waitpoint import Binding, Fresh, UsePending, default_binding, parse_binding
 from model.cases import for_each
@@ -124,7 +124,7 @@ def test_arguments_that_do_not_fit_together_are_rejected_by_the_first_violated_r
 @for_each("depth", [5, 33, 5_000])
 @for_each("bindings", [[fresh("a")], [fresh("a"), fresh("b")], [fresh("b")], [PENDING]])
 def test_a_condition_nested_too_deeply_is_rejected_with_any_bindings(depth: int, bindings: list[Binding]) -> None:
-    plain: Any = condition_plain(single())
+    plain: Any = condition_value(single())
     typed: Condition = single()
     for _ in range(depth):
         plain, typed = {"Composite": {"kind": "AllOf", "members": [plain]}}, AllOf((typed,))
@@ -177,7 +177,7 @@ def test_arguments_may_be_json_values() -> None:
     plain = SuspendArgs(
         suspension_id=str(SUSPENSION),
         waitpoints=[plain_binding(fresh("a")), plain_binding(fresh("b"))],
-        resume_condition=condition_plain(BOTH),  # type: ignore[arg-type]
+        resume_condition=condition_value(BOTH),  # type: ignore[arg-type]
         resume_policy={"resume_delay_ms": 5},
         reason_code="waiting_for_signal",
         requested_by="operator",
@@ -310,10 +310,10 @@ def test_a_timeout_behavior_has_an_alias_and_a_stored_default() -> None:
 
 
 def test_a_deadline_may_be_ten_minutes_in_the_past() -> None:
-    check_deadline(None, NOW)
-    check_deadline(NOW - 600_000, NOW)
+    check_timeout_at(None, NOW)
+    check_timeout_at(NOW - 600_000, NOW)
     with pytest.raises(InvalidInputError, match=r"^invalid_input: timeout_at_in_past: got 1699999399999, the database"):
-        check_deadline(NOW - 600_001, NOW)
+        check_timeout_at(NOW - 600_001, NOW)
 
 
 @for_each(
@@ -341,7 +341,7 @@ def test_a_deadline_may_be_ten_minutes_in_the_past() -> None:
 def test_arguments_take_precedence_over_the_policy(
     given: dict[str, Any], policy: SuspensionPolicy | None, deadline: tuple[int | None, str]
 ) -> None:
-    assert deadline_of(suspend(single(), fresh("a"), **given), policy, NOW) == deadline
+    assert resolve_timeout(suspend(single(), fresh("a"), **given), policy, NOW) == deadline
 
 
 def test_an_outcome_is_kept_until_a_minute_after_the_deadline_and_at_most_a_week() -> None:

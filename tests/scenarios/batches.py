@@ -8,6 +8,7 @@ from typing import Any
 import asyncpg
 
 from engine.state import IS_WHOLE
+from fixtures import uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 
@@ -38,6 +39,6 @@ def code(answer: object) -> str | None:
 async def locked(connection: asyncpg.Connection, execution_id: str) -> AsyncIterator[None]:
     """Lock the row of an execution, and its claim, the only row that a renewal writes."""
     async with connection.transaction():
-        await connection.execute("select from execution where execution_id = $1 for update", execution_id[-36:])
-        await connection.execute("select from claim where $1 = any(execution_ids) for update", execution_id[-36:])
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(execution_id))
+        await connection.execute("select from claim where $1 = any(execution_ids) for update", uuid_of(execution_id))
         yield

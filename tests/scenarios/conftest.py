@@ -24,6 +24,6 @@ async def killable(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ki
 
 
 @pytest.fixture
-def strict(killable: KillableServer) -> str:
-    """The address of a server that asks the user `app` for a password."""
+def password_url(killable: KillableServer) -> str:
+    """The URL of a server that asks the user `app` for a password."""
     return killable.url

@@ -51,7 +51,7 @@ def embedded_home(parent: Path) -> Iterator[Path]:
 
 
 def as_app(url: str, password: str) -> str:
-    """The same address for the user `app`."""
+    """The URL of the same database for the user `app`."""
     return url.replace("postgres@", f"app:{password}@", 1)
 
 

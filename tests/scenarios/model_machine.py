@@ -261,7 +261,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         operation=(None, None, None, "claim_execution", "claim_resumed_execution", "reclaim_execution"),
     )
     def claim_named(self, which: int, worker: str, ttl_ms: int, operation: str | None) -> None:
-        """Claim by name, with the operation that fits the state unless one is given."""
+        """Claim by execution id, with the operation that fits the state unless one is given."""
         name = self.name(which, lambda one: one.public == "resumable" or one.grant)
         if operation is None and (one := self.model.executions.get(name)):
             by_grant = "reclaim_execution" if one.phase == "active" and ttl_ms == TTLS[0] else "claim_execution"

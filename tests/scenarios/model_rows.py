@@ -7,6 +7,7 @@ from typing import Any
 
 import asyncpg
 
+from fixtures import uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
@@ -166,7 +167,7 @@ def agree(expected: Any, got: Any) -> bool:
 
 def model_state(model: Model) -> State:
     """Every execution of the model, as `stored_state` returns it."""
-    return {one.name[-36:]: _fields(model, one) for one in model.executions.values()}
+    return {uuid_of(one.name): _fields(model, one) for one in model.executions.values()}
 
 
 def _fields(model: Model, one: Execution) -> dict[str, Any]:

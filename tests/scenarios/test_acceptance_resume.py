@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.state import rounds
-from fixtures import Clock, Engines, Given, Rows
+from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric import Engine
 from flowfabric.conditions import OperatorOnly, all_of_waitpoints
 from flowfabric.model.event import CompletionOutcome
@@ -55,7 +55,7 @@ async def test_10_two_deliveries_with_one_idempotency_key_are_one_signal(
         (accepted,) = [answer.signal_id for answer in answers if hasattr(answer, "effect")]
         (existing,) = [answer.existing_signal_id for answer in answers if not hasattr(answer, "effect")]
         assert existing == accepted
-        assert len(await rows.of("signal", execution_id=wait.execution_id[-36:])) == 1
+        assert len(await rows.of("signal", execution_id=uuid_of(wait.execution_id))) == 1
         assert await completions(rows, wait.execution_id) == [CompletionOutcome.RESUMABLE]
         await engine.complete((await wait.claim()).handle, None)
 

@@ -12,7 +12,7 @@ import pytest
 
 from creates import new
 from engine.state import all_cases
-from fixtures import Clock, Engines, Eventually, Rows
+from fixtures import Clock, Engines, Eventually, Rows, uuid_of
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
@@ -134,12 +134,12 @@ async def check_done(engine: Engine, rows: Rows, handles: Sequence[Handle], oper
     events = [str(event["execution_id"]) for event in await rows.of("event_each") if event["outcome"] is not None]
     completions = Counter(events)
     for handle in handles:
-        row = stored[handle.execution_id[-36:]]
+        row = stored[uuid_of(handle.execution_id)]
         if operation.startswith("renew"):
             assert row["ownership_state"] == "leased"
             continue
         assert row["terminal_outcome"] == ("success" if operation.startswith("complete") else "failed")
-        assert completions[handle.execution_id[-36:]] == 1
+        assert completions[uuid_of(handle.execution_id)] == 1
         if operation.startswith("complete"):
             assert await engine.get_execution_result(handle.execution_id) == handle.execution_id.encode()
 
@@ -160,7 +160,7 @@ async def test_a_run_that_the_database_rejects_is_refused_and_the_others_succeed
             with case(operation):
                 handles = await claimed(engine, GOOD + 1, lane_id=lane_of(operation))
                 rejected = handles[MIDDLE]
-                await connection.execute(REJECTING[operation.split()[0]].format(id=rejected.execution_id[-36:]))
+                await connection.execute(REJECTING[operation.split()[0]].format(id=uuid_of(rejected.execution_id)))
                 answers = await call(engine, handles)
                 assert [at for at, answer in enumerate(answers) if not is_good(operation, answer)] == [MIDDLE]
                 assert code(answers[MIDDLE]) == "other"

@@ -8,7 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from fixtures import Clock, Eventually, Given, Rows
+from fixtures import Clock, Eventually, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
@@ -66,7 +66,7 @@ async def gate(url: str, eventually: Eventually, patient_with_locks: None) -> As
 async def touch(connection: asyncpg.Connection, execution_id: str) -> None:
     """Update a row as a tag or a progress report does."""
     changed = "update execution set last_mutation_at = ff_now() where execution_id = $1"
-    assert await connection.execute(changed, execution_id[-36:]) == "UPDATE 1"
+    assert await connection.execute(changed, uuid_of(execution_id)) == "UPDATE 1"
 
 
 async def test_an_execution_that_changes_during_a_claim_is_claimed_by_it_or_the_next(
@@ -144,7 +144,7 @@ async def test_an_execution_that_is_tagged_during_a_trim_is_deleted_by_the_next_
         await engine.set_execution_tag(tagged, "app.team", "a")
 
     assert await trim == 1
-    assert [str(row["execution_id"]) for row in await rows.of("execution")] == [tagged[-36:]]
+    assert [str(row["execution_id"]) for row in await rows.of("execution")] == [uuid_of(tagged)]
     assert await engine.find_inconsistencies() == []
     assert await parts_of(engine).retention.trim() == 1
     for table in ("execution", "execution_tag", "retained"):

@@ -72,11 +72,11 @@ async def test_check_warns_if_a_pooler_ignores_another_setting(engine: Engine, u
     assert "these session settings are not in effect: enable_seqscan, statement_timeout; " in err
 
 
-async def test_check_answers_in_json_if_the_schema_cannot_be_read(strict: str) -> None:
+async def test_check_answers_in_json_if_the_schema_cannot_be_read(password_url: str) -> None:
     addresses = {
         "no server answers at 127.0.0.1:": f"postgresql://app@127.0.0.1:{free_port()}/shop",
-        "refuses user app for database flowfabric": as_app(strict, "wrong"),
-        "there is no database shop at ": at_database(strict, "shop"),
+        "refuses user app for database flowfabric": as_app(password_url, "wrong"),
+        "there is no database shop at ": at_database(password_url, "shop"),
     }
     with all_cases() as case:
         for reason, address in addresses.items():
@@ -107,16 +107,16 @@ REVOKES = (
 
 
 @pytest.fixture
-async def limited(strict: str) -> AsyncIterator[str]:
+async def limited(password_url: str) -> AsyncIterator[str]:
     """The name of a migrated schema on which the user `app` has no privilege."""
-    settings = Settings(database_url=strict, schema_name="limited", migrate_on_start=True)
+    settings = Settings(database_url=password_url, schema_name="limited", migrate_on_start=True)
     async with Engine.connect(settings=settings):
         pass
     yield "limited"
-    await execute(strict, "drop schema limited cascade")
+    await execute(password_url, "drop schema limited cascade")
 
 
-async def test_a_role_that_lacks_privileges_is_told_what_to_grant(strict: str, limited: str) -> None:
+async def test_a_role_that_lacks_privileges_is_told_what_to_grant(password_url: str, limited: str) -> None:
     no_read = "user app may not read schema limited of database flowfabric: as its owner run `"
     usage = "grant usage on schema limited to app"
     cases: dict[str, tuple[tuple[str, ...], str]] = {
@@ -131,18 +131,18 @@ async def test_a_role_that_lacks_privileges_is_told_what_to_grant(strict: str, l
             " (database flowfabric) lacks USAGE on sequences claim_sequence, execution_sequence: as the owner run `",
         ),
     }
-    url = as_app(strict, PASSWORD)
+    url = as_app(password_url, PASSWORD)
     with all_cases() as case:
         for name, (commands, text) in cases.items():
             with case(name):
-                await execute(strict, *REVOKES, *commands)
+                await execute(password_url, *REVOKES, *commands)
                 code, _, err = await migrate(url, "--check", "--schema", limited)
                 assert code == 1
                 assert text in err
                 assert err.endswith(f"`{GRANTS}`\n")
                 failed = await start_error(url, schema_name=limited)
                 assert (failed.code, failed.detail) == ("unavailable", err.removeprefix("ff: ").strip())
-                await execute(strict, GRANTS)
+                await execute(password_url, GRANTS)
                 assert (await migrate(url, "--check", "--schema", limited))[0] == 0
     async with Engine.connect(settings=Settings(database_url=url, schema_name=limited)) as engine:
         await engine.create_execution(**new())

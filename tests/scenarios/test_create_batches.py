@@ -11,7 +11,7 @@ import pytest
 
 from creates import new
 from engine.cases import Cases
-from fixtures import Eventually, Rows
+from fixtures import Eventually, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution import create as creation
 from flowfabric.model.execution import Created, Duplicate, NewExecution
@@ -79,7 +79,7 @@ async def check_created(rows: Rows, items: Sequence[NewExecution], answers: Sequ
     stored = {str(row["execution_id"]): row["input_payload"] for row in await rows.of("execution")}
     for item, answer in zip(items, answers, strict=True):
         if isinstance(answer, Created):
-            assert stored[answer.execution_id[-36:]] == item.input_payload
+            assert stored[uuid_of(answer.execution_id)] == item.input_payload
 
 
 @single_calls_and_batch_form

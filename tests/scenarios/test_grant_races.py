@@ -1,4 +1,4 @@
-"""Several engines compete for grants, named claims, signing keys and worker numbers: one wins, the others lose."""
+"""Several engines compete for grants, claims by id, signing keys and worker numbers: one wins, the others lose."""
 
 from collections import Counter
 from typing import Any
@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from engine.state import IS_WHOLE, items, new
-from fixtures import Clock, Rows
+from fixtures import Clock, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted, GrantedClaim, NotReclaimable, NoWork
@@ -89,7 +89,7 @@ async def test_of_three_grants_for_one_execution_one_is_issued(rivals: Rivals, r
         )
         assert kinds(answers) == ["Granted", "grant_already_exists", "grant_already_exists"]
         (winner,) = [at for at, answer in enumerate(answers) if isinstance(answer, Granted)]
-        (stored,) = await rows.of("claim_grant", execution_id=execution_id[-36:])
+        (stored,) = await rows.of("claim_grant", execution_id=uuid_of(execution_id))
         assert stored["worker_id"] == f"pool{winner}"
         await engines[winner].claim_execution(execution_id=execution_id, **worker(f"pool{winner}"))
 
@@ -310,7 +310,7 @@ async def test_an_expiring_lease_is_renewed_or_granted_to_another_worker(
             )
             assert isinstance(reclaimed, ClaimedExecution)
             assert late in ("lease_expired", "lease_conflict")
-        leases[handle.execution_id[-36:]] = 1 + isinstance(granted, Granted)
+        leases[uuid_of(handle.execution_id)] = 1 + isinstance(granted, Granted)
         await cancel_all(one, handle.execution_id)
     check_winners(renewals, True, False)
     assert leases == Counter(

@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from engine.state import all_cases
-from fixtures import Engines, Given, Rows
+from fixtures import Engines, Given, Rows, uuid_of
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import ByName, Single
@@ -82,7 +82,9 @@ async def test_an_operation_on_a_locked_row_is_refused_names_the_execution_and_w
         "(canceling statement due to lock timeout); nothing was written, repeat the call"
     )
     async with connection.transaction():
-        await connection.execute("select from execution where execution_id = $1 for update", handle.execution_id[-36:])
+        await connection.execute(
+            "select from execution where execution_id = $1 for update", uuid_of(handle.execution_id)
+        )
         # A renewal writes only this row.
         await connection.execute("select from claim for update")
         with all_cases() as case:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.state import IS_WHOLE, items, new
-from fixtures import Clock, Rows
+from fixtures import Clock, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import Cancelled, Created, Duplicate
@@ -82,7 +82,7 @@ async def test_of_two_creates_with_one_id_and_different_keys_only_the_key_of_the
         )
         winner = creator(answers)
         won[winner] += 1
-        stored = {entry["key"] for entry in await rows.of("idempotency_key", subject_id=given_id(nth)[-36:])}
+        stored = {entry["key"] for entry in await rows.of("idempotency_key", subject_id=uuid_of(given_id(nth)))}
         assert stored == {(f"a{nth}", second_key)[winner]} - {None}
     check_winners(won, 0, 1)
 
@@ -243,7 +243,7 @@ async def test_of_a_completion_a_failure_and_two_cancels_one_ends_the_execution(
         assert isinstance(renewed, Renewed) or renewed == "execution_not_active"
     check_winners(won, "success", "failed", "cancelled", rounds=count)
     assert {row["lifecycle_phase"] for row in await rows.of("execution")} == {"terminal"}
-    assert await completion_counts(rows) == {run.execution_id[-36:]: 1 for run in runs}
+    assert await completion_counts(rows) == {uuid_of(run.execution_id): 1 for run in runs}
     assert len(await rows.of("attempt_all")) == count
 
 

@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from engine.state import all_cases
-from fixtures import Engines, Eventually, Given, Rows
+from fixtures import Engines, Eventually, Given, Rows, uuid_of
 from flowfabric import Engine
 from flowfabric.conditions import AllOf, Count, CountKind, Single
 from flowfabric.db.database import ATTEMPTS
@@ -148,7 +148,7 @@ async def test_11_a_signal_waits_for_a_row_that_another_session_locks(
         for table in ("suspension", "execution", "waitpoint"):
             with case(table):
                 wait = await suspended(keyed, await given.claimed(), READY)
-                named = wait.execution_id[-36:]
+                named = uuid_of(wait.execution_id)
                 async with connection.transaction():
                     update = f"update {table} set partition_key = partition_key where execution_id = $1"
                     await connection.execute(update, named)

@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from engine.state import IS_WHOLE, all_cases, made, new
-from fixtures import Clock, Eventually, Rows
+from fixtures import Clock, Eventually, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import Cancelled
@@ -119,7 +119,7 @@ async def test_of_a_worker_and_two_control_planes_one_completes(rivals: Rivals, 
             assert completed == [result == b"first", result == b"second"]
             assert {answer for answer in answers[1:] if isinstance(answer, str)} <= {"execution_not_active"}
             assert await lease_ends(rows, handle) == ["completed"]
-            assert len(await rows.of("attempt_all", execution_id=handle.execution_id[-36:])) == 1
+            assert len(await rows.of("attempt_all", execution_id=uuid_of(handle.execution_id))) == 1
     check_winners(won, "worker", "first", "second", rounds=WAVES * TOGETHER)
 
 
@@ -162,7 +162,7 @@ async def test_of_two_failures_and_a_cancel_one_ends_the_run(rivals: Rivals, row
         for handle, (failed, cancelled, repeated) in await race_all(wave, calls, handles):
             row = await rows.execution(handle.execution_id)
             ends = await lease_ends(rows, handle)
-            assert len(await rows.of("attempt_all", execution_id=handle.execution_id[-36:])) == 1
+            assert len(await rows.of("attempt_all", execution_id=uuid_of(handle.execution_id))) == 1
             if policy is None:
                 # The losers are refused, except a worker whose run has failed: its call counts as repeated.
                 assert len(ends) == 1
@@ -203,7 +203,7 @@ async def test_of_a_delay_a_wait_a_completion_and_a_failure_one_ends_the_lease(r
         for handle, answers in await race_all(wave, calls, handles):
             (winner,) = [at for at, answer in enumerate(answers[:4]) if answer != "execution_not_active"]
             (reason,) = await lease_ends(rows, handle)
-            (attempt,) = await rows.of("attempt_all", execution_id=handle.execution_id[-36:])
+            (attempt,) = await rows.of("attempt_all", execution_id=uuid_of(handle.execution_id))
             assert (reason, attempt["attempt_state"]) == list(ends.items())[winner]
             won[reason] += 1
         await cancel_all(engines[0], *(handle.execution_id for handle in handles))
@@ -313,7 +313,7 @@ async def test_an_operation_that_waited_for_a_lock_decides_by_the_row_it_then_fi
                         """update execution set lifecycle_phase = 'terminal', ownership_state = 'unowned',
                                   attempt_state = 'attempt_terminal', terminal_outcome = 'cancelled',
                                   last_transition_at = ff_now() where execution_id = $1""",
-                        handle.execution_id[-36:],
+                        uuid_of(handle.execution_id),
                     )
                     answer = asyncio.ensure_future(outcome(call(engine, handle)))
                     await eventually(lambda: connection.fetchval(waiting))

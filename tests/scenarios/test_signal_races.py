@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.state import IS_WHOLE
-from fixtures import Clock, Rows
+from fixtures import Clock, Rows, uuid_of
 from flowfabric import Engine
 from flowfabric.conditions import SuspendArgs, TimeoutBehavior
 from flowfabric.engine.parts import parts_of
@@ -87,7 +87,7 @@ class Stored:
 
     def of(self, table: str, execution_id: str) -> list[dict[str, Any]]:
         """The rows of an execution in a table."""
-        return self._tables[table][execution_id[-36:]]
+        return self._tables[table][uuid_of(execution_id)]
 
     def state(self, execution_id: str) -> str:
         """The public state of an execution."""

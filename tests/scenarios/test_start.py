@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 async def start_error(url: str, **settings: Any) -> EngineError:
-    """The error of a start on an address; it must not contain the password."""
+    """Start an engine on this URL and return its error, which must not contain the password."""
     with pytest.raises(EngineError) as caught:
         async with Engine.connect(settings=Settings(database_url=url, **settings)):
             pass
@@ -64,34 +64,34 @@ async def test_a_connection_to_a_silent_server_times_out(monkeypatch: pytest.Mon
     assert "within 0.1 s; check the host and the port in the database URL" in str(failed)
 
 
-async def test_a_missing_database_is_named(strict: str) -> None:
-    failed = await start_error(at_database(strict, "shop"))
+async def test_a_missing_database_is_named(password_url: str) -> None:
+    failed = await start_error(at_database(password_url, "shop"))
     assert (failed.code, failed.retryable) == ("protocol", False)
     assert "there is no database shop at /" in str(failed)
     assert "create it, or correct the database URL (FF_DATABASE_URL)" in str(failed)
 
 
-async def test_a_wrong_password_is_not_retryable_and_not_shown(strict: str) -> None:
+async def test_a_wrong_password_is_not_retryable_and_not_shown(password_url: str) -> None:
     with all_cases() as case:
         for password in ("wrong", "", f"{PASSWORD}%20"):
             with case(repr(password)):
-                failed = await start_error(as_app(strict, password))
+                failed = await start_error(as_app(password_url, password))
                 assert failed.retryable is False
                 assert "wrong" not in str(failed)
                 if password:
                     assert "correct the user or the password in the database URL (FF_DATABASE_URL)" in str(failed)
 
 
-async def test_a_role_that_may_not_create_the_schema_is_named(strict: str) -> None:
-    failed = await start_error(as_app(strict, PASSWORD), migrate_on_start=True, schema_name="shop")
+async def test_a_role_that_may_not_create_the_schema_is_named(password_url: str) -> None:
+    failed = await start_error(as_app(password_url, PASSWORD), migrate_on_start=True, schema_name="shop")
     assert (failed.code, failed.retryable) == ("unavailable", False)
     assert "user app may not create schema shop" in str(failed)
 
 
-async def test_a_role_that_may_not_create_tables_is_told_to_own_the_schema(strict: str) -> None:
-    await execute(strict, "create schema bare", "grant usage on schema bare to app")
-    failed = await start_error(as_app(strict, PASSWORD), migrate_on_start=True, schema_name="bare")
-    await execute(strict, "drop schema bare")
+async def test_a_role_that_may_not_create_tables_is_told_how_to_own_the_schema(password_url: str) -> None:
+    await execute(password_url, "create schema bare", "grant usage on schema bare to app")
+    failed = await start_error(as_app(password_url, PASSWORD), migrate_on_start=True, schema_name="bare")
+    await execute(password_url, "drop schema bare")
     assert failed.code == "unavailable"
     assert "user app may not apply 0001_core.sql to schema bare of database flowfabric (permission denied" in str(
         failed
@@ -100,6 +100,7 @@ async def test_a_role_that_may_not_create_tables_is_told_to_own_the_schema(stric
 
 
 async def test_an_error_that_the_server_sends_is_shown_with_its_address(url: str) -> None:
+    # The SQLSTATE and the message that the server sends, the code of the error, and a part of its text.
     errors = [
         (
             ("57P03", "the database system is starting up"),
@@ -127,15 +128,16 @@ async def test_an_error_that_the_server_sends_is_shown_with_its_address(url: str
                     assert f"127.0.0.1:{urlsplit(proxy.url).port}" in str(failed)
 
 
-async def test_an_address_that_the_driver_rejects_is_not_shown() -> None:
+async def test_a_url_that_the_driver_rejects_is_not_shown() -> None:
     failed = await start_error(f"postgresql://app:{PASSWORD}@localhost/shop?sslmode=sometimes")
     assert failed.retryable is False
     assert "the database URL cannot be used: `sslmode` parameter must be one of" in str(failed)
 
 
-async def test_a_server_that_does_not_speak_the_protocol_is_reported_by_what_it_does() -> None:
+async def test_the_error_says_how_an_unsuitable_server_answered() -> None:
     hangs_up = "{} (database shop) closed the connection during the login; "
     no_tls = "{} (database shop) does not support TLS, which sslmode in the database URL"
+    # What the server sends, the options of the URL, the code of the error, and a part of its text.
     servers = {
         "HTTP": (
             b"HTTP/1.1 400 Bad Request\r\n\r\n",
@@ -145,7 +147,7 @@ async def test_a_server_that_does_not_speak_the_protocol_is_reported_by_what_it_
         ),
         "no TLS": (b"N", "?sslmode=require", "protocol", no_tls),
         "hangs up": (b"", "", "transport", hangs_up),
-        "hangs up after TLS": (b"N", "", "transport", hangs_up),
+        "hangs up after refusing TLS": (b"N", "", "transport", hangs_up),
     }
     with all_cases() as case:
         for name, (answer, options, code, text) in servers.items():
@@ -154,13 +156,14 @@ async def test_a_server_that_does_not_speak_the_protocol_is_reported_by_what_it_
 
 
 async def check_foreign_server(answer: bytes, options: str, code: str, text: str) -> None:
-    """Check the error of a start on a server that sends these bytes."""
+    """Check the error of a start on a server that answers the first message with these bytes and hangs up."""
     serving: list[asyncio.Task[Any] | None] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         serving.append(asyncio.current_task())
         await reader.read(8)
         writer.write(answer)
+        # "N" refuses TLS; the client then sends its startup message without it.
         if answer == b"N":
             await reader.read(65536)
         writer.close()

@@ -11,7 +11,7 @@ import pytest
 
 from engine.state import all_cases, new, rounds
 from faults.proxy import Proxy
-from fixtures import Rows
+from fixtures import Rows, uuid_of
 from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution import submit
@@ -73,7 +73,7 @@ def own_id() -> ExecutionId:
 
 async def count(rows: Rows, execution_id: str) -> int:
     """How many rows an execution has."""
-    return len(await rows.of("execution", execution_id=execution_id[-36:]))
+    return len(await rows.of("execution", execution_id=uuid_of(execution_id)))
 
 
 async def test_submissions_succeed_once_each_although_the_server_restarts(killable: KillableServer) -> None:

@@ -65,7 +65,7 @@ class Failure:
 
 
 async def test_a_worker_that_cannot_start_says_why_in_one_line(
-    url: str, empty_url: str, strict: str, start_worker: StartWorker, tmp_path: Path
+    url: str, empty_url: str, password_url: str, start_worker: StartWorker, tmp_path: Path
 ) -> None:
     (taken := tmp_path / "taken").write_text("a file")
     no_key = "flowfabric: no signing key is stored: set FF_WAITPOINT_HMAC_SECRET to 64 hex digits"
@@ -74,10 +74,12 @@ async def test_a_worker_that_cannot_start_says_why_in_one_line(
         "no schema": Failure(url=empty_url, begin="flowfabric: schema flowfabric ", end="run `ff migrate`"),
         "no signing key": Failure(url=url, begin=no_key),
         "wrong password": Failure(
-            url=as_app(strict, "wrong"),
+            url=as_app(password_url, "wrong"),
             text="refuses user app for database flowfabric: password authentication failed",
         ),
-        "no database": Failure(url=at_database(strict, "shop"), begin="flowfabric: there is no database shop at "),
+        "no database": Failure(
+            url=at_database(password_url, "shop"), begin="flowfabric: there is no database shop at "
+        ),
         "no lane": Failure(url=url, variables={"FF_LANES": ","}, code=2, begin="flowfabric: FF_LANES=,: "),
         "pool size": Failure(
             url=url,
@@ -151,20 +153,20 @@ async def test_a_worker_waits_for_a_server_that_is_not_up_yet(
 
 
 async def test_a_worker_waits_for_a_read_only_server_to_become_writable(
-    strict: str, start_worker: StartWorker, eventually: Eventually
+    password_url: str, start_worker: StartWorker, eventually: Eventually
 ) -> None:
-    settings = Settings(database_url=strict, schema_name="writable_later", migrate_on_start=True)
+    settings = Settings(database_url=password_url, schema_name="writable_later", migrate_on_start=True)
     async with Engine.connect(settings=settings):
         pass
     await execute(
-        strict,
+        password_url,
         "grant all on schema writable_later to app",
         "grant all on all tables in schema writable_later to app",
         "grant all on all sequences in schema writable_later to app",
         "alter role app set default_transaction_read_only = on",
     )
     try:
-        url = as_app(strict, PASSWORD)
+        url = as_app(password_url, PASSWORD)
         code, out, err = await migrate(url, "--check", "--schema", "writable_later")
         assert (code, out) == (1, "")
         reason = err.removeprefix("ff: ")
@@ -175,13 +177,13 @@ async def test_a_worker_waits_for_a_read_only_server_to_become_writable(
         process = start_worker(url, FF_SCHEMA="writable_later")
         await eventually(lambda: texts(process))
         assert texts(process) == [f"waiting for the server: {reason}"]
-        await execute(strict, "alter role app set default_transaction_read_only = off")
+        await execute(password_url, "alter role app set default_transaction_read_only = off")
         await eventually(lambda: len(texts(process)) > 1)
         assert texts(process)[1].startswith("the server answers after ")
         process.kill()
     finally:
         await execute(
-            strict, "drop schema writable_later cascade", "alter role app reset default_transaction_read_only"
+            password_url, "drop schema writable_later cascade", "alter role app reset default_transaction_read_only"
         )
 
 

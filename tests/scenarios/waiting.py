@@ -6,7 +6,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from fixtures import Rows
+from fixtures import Rows, uuid_of
 from flowfabric import Engine, EngineError
 from flowfabric.conditions import ByName, Fresh, Single, SuspendArgs
 from flowfabric.outcomes import Handle, SuspendDetails, Suspended, WaitpointToken
@@ -82,7 +82,7 @@ class Waiting:
         return str(answer.effect), str(answer.disposition)
 
     async def claim(self, **overrides: Any) -> Any:
-        """Claim the resumed execution by name."""
+        """Claim the resumed execution by its id."""
         return await claim_resumed(self.engine, self.execution_id, **overrides)
 
 
@@ -123,7 +123,7 @@ async def vector(rows: Rows, execution_id: Any) -> tuple[str, ...]:
 
 async def waitpoint_rows(rows: Rows, execution_id: str) -> list[dict[str, Any]]:
     """The stored waitpoints of an execution."""
-    found = await rows.of("waitpoint", execution_id=execution_id[-36:])
+    found = await rows.of("waitpoint", execution_id=uuid_of(execution_id))
     return sorted(found, key=lambda row: (row["created_at"], str(row["waitpoint_key"])))
 
 

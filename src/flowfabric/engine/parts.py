@@ -22,7 +22,7 @@ from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
 from flowfabric.engine.lease.expire import LeaseExpiry, Timeouts
 from flowfabric.engine.lease.finish import Finish
-from flowfabric.engine.lease.grant import Grants, take_grants
+from flowfabric.engine.lease.grant import Grants, delete_grants
 from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
@@ -41,7 +41,7 @@ from flowfabric.engine.wait.timeout import SuspensionTimeouts
 from flowfabric.engine.wait.waitpoint import Waitpoints
 
 CONSEQUENCES: Mapping[Attachment, Consequence] = {
-    Attachment.GRANT: take_grants,
+    Attachment.GRANT: delete_grants,
     Attachment.SUSPENSION: close_suspensions,
 }
 """What to do for each kind of attachment when the lease or the execution ends."""

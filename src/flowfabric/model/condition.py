@@ -139,7 +139,7 @@ class Count:
     def __post_init__(self) -> None:
         """Reject invalid fields."""
         check_range(self.n, "n", 0, MAX_COUNT)
-        set_field(self, "count_kind", check_word(CountKind, self.count_kind, "count_kind"))
+        set_field(self, "count_kind", check_enum(CountKind, self.count_kind, "count_kind"))
         if not isinstance(self.matcher, Matcher | None):
             raise error(
                 "invalid_input",
@@ -320,7 +320,7 @@ def _check_name(leaf: Single | Count, path: str) -> None:
         raise _fault(f"reserved_signal_name: {leaf.matcher.name}", path, "choose another signal name")
 
 
-def condition_plain(condition: Condition) -> object:
+def condition_value(condition: Condition) -> object:
     """Return the JSON value of a condition; reject one too deep to be read again or too large."""
     check_depth(condition, _DEEPEST_READ)
     _check_size(condition)
@@ -345,7 +345,7 @@ def _plain(condition: Condition) -> object:
 
 def condition_json(condition: Condition) -> str:
     """Return the JSON text of a condition, as it is stored."""
-    return msgspec.json.encode(condition_plain(condition)).decode()
+    return msgspec.json.encode(condition_value(condition)).decode()
 
 
 def parse_condition(value: object) -> Condition:
@@ -411,7 +411,7 @@ def _read_known(plain: Any, path: str, depth: int, given: _Read | None) -> Condi
     )
 
 
-def check_word(words: type[Word], value: object, field: str) -> Word:
+def check_enum(words: type[Word], value: object, field: str) -> Word:
     """Return the member of an enum that equals the argument."""
     word = word_of(words, value)
     if word is None:

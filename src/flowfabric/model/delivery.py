@@ -97,10 +97,10 @@ class DeliveryTarget:
     recorded: list[Recorded] = field(default_factory=list)
     counts: dict[WaitpointId, tuple[int, int]] = field(default_factory=dict)
     """For each waitpoint how many signals it accepted in this delivery, and how many of them matched the condition."""
-    closer: NewSignal | None = None
+    closing_signal: NewSignal | None = None
     """The signal that met the condition of a suspended execution."""
     delay_ms: int = 0
-    """How long after the closer the execution becomes claimable."""
+    """How long after the closing signal the execution becomes claimable."""
     refused: list[RefusedToken] = field(default_factory=list)
     """The rejected tokens."""
 
@@ -217,7 +217,7 @@ class DeliveryTarget:
         return disposition
 
     def _close(self, signal: NewSignal, wait: Wait) -> None:
-        self.closer = signal
+        self.closing_signal = signal
         self.phase = LifecyclePhase.RUNNABLE
         for waitpoint in self.waitpoints.values():
             if waitpoint.waitpoint_id in wait.waitpoint_ids:

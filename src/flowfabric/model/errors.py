@@ -12,17 +12,25 @@ class ErrorClass(StrEnum):
     """How a caller should react to an error."""
 
     TERMINAL = "Terminal"
+    """Stop; a retry cannot succeed."""
     RETRYABLE = "Retryable"
+    """Retry after a pause."""
     COOPERATIVE = "Cooperative"
+    """Take the action that the error prescribes, then stop."""
     INFORMATIONAL = "Informational"
+    """Continue; the call changed nothing."""
     ADVISORY = "Advisory"
+    """Log a warning."""
     BUG = "Bug"
+    """Alert a developer."""
     EXPECTED = "Expected"
+    """Continue; nothing is there, which is normal."""
     SOFT_ERROR = "SoftError"
+    """Log it; the caller may continue."""
 
 
 class TransportKind(StrEnum):
-    """Why the store could not be reached or its reply not be read."""
+    """Why the store could not be reached or its reply could not be read."""
 
     TRANSPORT = "transport"
     PROTOCOL = "protocol"
@@ -44,6 +52,7 @@ class EngineError(Exception):
 
     category: ClassVar[str]
     takes_context: ClassVar[bool] = False
+    """Whether `with_context` adds its note to errors of this class."""
 
     def __init__(self, code: str, detail: Detail = None) -> None:
         """Create an error; the code must belong to the category of this class."""
@@ -55,7 +64,7 @@ class EngineError(Exception):
     def _classify(self, code: str) -> ErrorClass:
         category, error_class = CODES[code]
         if category != self.category:
-            raise ValueError(f"{code} is a {category} code, not a {self.category} one")
+            raise ValueError(f"code {code!r} is of category {category!r}, not {self.category!r}; call error({code!r})")
         return error_class
 
     @property
@@ -68,7 +77,7 @@ class EngineError(Exception):
         return copy.copy(self)
 
     def with_context(self, text: str) -> Self:
-        """Add a note about what was being done, to transport and availability errors only; return self."""
+        """Add a note about what was being done, if errors of this class take one; return self."""
         if self.takes_context:
             self.add_note(text)
         return self
@@ -203,10 +212,10 @@ class StreamBackpressureError(EngineError):
 def error(code: str, detail: Detail = None) -> EngineError:
     """Return an exception for a code; its class is that of the code's category."""
     category, _ = CODES[code]
-    return _ERRORS[category](code, detail)
+    return _CLASS_BY_CATEGORY[category](code, detail)
 
 
-_ERRORS: Mapping[str, type[EngineError]] = {
+_CLASS_BY_CATEGORY: Mapping[str, type[EngineError]] = {
     kind.category: kind
     for kind in (
         NotFoundError,
@@ -224,18 +233,18 @@ _ERRORS: Mapping[str, type[EngineError]] = {
 }
 
 
-def reason_of(refused: EngineError) -> str:
-    """Return what went wrong without the error code, for a person."""
-    return refused.detail if isinstance(refused.detail, str) and refused.detail else str(refused)
+def reason_of(failure: EngineError) -> str:
+    """Return the message of an error without its code, to show to a person."""
+    return failure.detail if isinstance(failure.detail, str) and failure.detail else str(failure)
 
 
-def _rows(category: str, error_class: ErrorClass, codes: str) -> Iterable[tuple[str, tuple[str, ErrorClass]]]:
+def _codes(category: str, error_class: ErrorClass, codes: str) -> Iterable[tuple[str, tuple[str, ErrorClass]]]:
     return ((code, (category, error_class)) for code in codes.split())
 
 
 CODES: Mapping[str, tuple[str, ErrorClass]] = dict(
     [
-        *_rows(
+        *_codes(
             "validation",
             ErrorClass.TERMINAL,
             """
@@ -246,9 +255,9 @@ CODES: Mapping[str, tuple[str, ErrorClass]] = dict(
             invalid_kid invalid_secret_hex invalid_grace_ms invalid_tag_key corruption handle_from_other_backend
             """,
         ),
-        *_rows("validation", ErrorClass.RETRYABLE, "capability_mismatch invalid_offset"),
-        *_rows("validation", ErrorClass.SOFT_ERROR, "invalid_frame_type"),
-        *_rows(
+        *_codes("validation", ErrorClass.RETRYABLE, "capability_mismatch invalid_offset"),
+        *_codes("validation", ErrorClass.SOFT_ERROR, "invalid_frame_type"),
+        *_codes(
             "contention",
             ErrorClass.RETRYABLE,
             """
@@ -257,13 +266,13 @@ CODES: Mapping[str, tuple[str, ErrorClass]] = dict(
             rate_limit_exceeded concurrency_limit_exceeded retry_exhausted
             """,
         ),
-        *_rows("contention", ErrorClass.TERMINAL, "execution_not_active"),
-        *_rows(
+        *_codes("contention", ErrorClass.TERMINAL, "execution_not_active"),
+        *_codes(
             "contention",
             ErrorClass.INFORMATIONAL,
             "execution_not_eligible execution_not_in_eligible_set execution_not_reclaimable no_active_lease",
         ),
-        *_rows(
+        *_codes(
             "conflict",
             ErrorClass.TERMINAL,
             """
@@ -271,9 +280,9 @@ CODES: Mapping[str, tuple[str, ErrorClass]] = dict(
             budget_attach_conflict quota_attach_conflict rotation_conflict idempotency_conflict
             """,
         ),
-        *_rows("conflict", ErrorClass.INFORMATIONAL, "waitpoint_already_exists"),
-        *_rows("conflict", ErrorClass.BUG, "active_attempt_exists"),
-        *_rows(
+        *_codes("conflict", ErrorClass.INFORMATIONAL, "waitpoint_already_exists"),
+        *_codes("conflict", ErrorClass.BUG, "active_attempt_exists"),
+        *_codes(
             "state",
             ErrorClass.TERMINAL,
             """
@@ -283,7 +292,7 @@ CODES: Mapping[str, tuple[str, ErrorClass]] = dict(
             terminal flow_already_terminal
             """,
         ),
-        *_rows(
+        *_codes(
             "state",
             ErrorClass.INFORMATIONAL,
             """
@@ -293,18 +302,18 @@ CODES: Mapping[str, tuple[str, ErrorClass]] = dict(
             budget_soft_exceeded
             """,
         ),
-        *_rows("state", ErrorClass.COOPERATIVE, "budget_exceeded"),
-        *_rows("bug", ErrorClass.BUG, "attempt_not_in_created_state internal"),
-        *_rows(
+        *_codes("state", ErrorClass.COOPERATIVE, "budget_exceeded"),
+        *_codes("bug", ErrorClass.BUG, "attempt_not_in_created_state internal"),
+        *_codes(
             "not_found",
             ErrorClass.TERMINAL,
             "execution_not_found flow_not_found attempt_not_found budget_not_found quota_policy_not_found",
         ),
-        *_rows("not_found", ErrorClass.EXPECTED, "stream_not_found"),
-        *_rows("unavailable", ErrorClass.TERMINAL, "unavailable hmac_secret_not_initialized"),
-        *_rows("resource_exhausted", ErrorClass.RETRYABLE, "resource_exhausted"),
-        *_rows("timeout", ErrorClass.TERMINAL, "timeout"),
-        *_rows("stream_disconnected", ErrorClass.TERMINAL, "stream_disconnected"),
-        *_rows("stream_backpressure", ErrorClass.INFORMATIONAL, "stream_backpressure"),
+        *_codes("not_found", ErrorClass.EXPECTED, "stream_not_found"),
+        *_codes("unavailable", ErrorClass.TERMINAL, "unavailable hmac_secret_not_initialized"),
+        *_codes("resource_exhausted", ErrorClass.RETRYABLE, "resource_exhausted"),
+        *_codes("timeout", ErrorClass.TERMINAL, "timeout"),
+        *_codes("stream_disconnected", ErrorClass.TERMINAL, "stream_disconnected"),
+        *_codes("stream_backpressure", ErrorClass.INFORMATIONAL, "stream_backpressure"),
     ]
 )

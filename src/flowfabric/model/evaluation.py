@@ -36,13 +36,13 @@ class SignalFacts:
 class Evaluation:
     """The result of evaluating a condition over signals.
 
-    `satisfiers` are the signals that counted, in acceptance order; the last one, the closer, met the condition.
+    `satisfiers` are the signals that counted, in acceptance order; the last one, the closing signal, met the condition.
     `dispositions` has one entry per signal, in the order given.
     """
 
     satisfied: bool
     satisfiers: tuple[SignalId, ...]
-    closer: SignalId | None
+    closing_signal: SignalId | None
     dispositions: tuple[SignalDisposition, ...]
 
     @property
@@ -59,19 +59,19 @@ def evaluate(condition: Condition, signals: Iterable[SignalFacts]) -> Evaluation
     """
     tally = Tally(Outline(condition))
     satisfiers: list[SignalId] = []
-    closer: SignalId | None = None
+    closing_signal: SignalId | None = None
     dispositions: list[SignalDisposition] = []
     for signal in signals:
         disposition = tally.count(signal)
         dispositions.append(disposition)
         if disposition is SignalDisposition.RESUME_CONDITION_SATISFIED:
-            closer = signal.signal_id
+            closing_signal = signal.signal_id
         if disposition.is_satisfier:
             satisfiers.append(signal.signal_id)
     return Evaluation(
         satisfied=tally.is_met,
         satisfiers=tuple(satisfiers),
-        closer=closer,
+        closing_signal=closing_signal,
         dispositions=tuple(dispositions),
     )
 

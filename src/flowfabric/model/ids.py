@@ -89,13 +89,18 @@ def row_key(execution_id: ExecutionId) -> tuple[int, str]:
 
     A partition index that the column cannot hold is rejected.
     """
+    check_storable(execution_id)
+    return split_execution_id(execution_id)
+
+
+def check_storable(execution_id: ExecutionId) -> None:
+    """Reject a parsed execution id whose partition index the column cannot hold."""
     partition = int(execution_id[INDEX_PART])
     if partition > _MAX_STORED_INDEX:
         raise error(
             "invalid_input",
             f"execution_id: partition index {partition} exceeds i16 range; it must be at most {_MAX_STORED_INDEX}",
         )
-    return partition, execution_id[UUID_PART]
 
 
 def format_execution_id(partition: int, uuid: uuid.UUID | str) -> ExecutionId:

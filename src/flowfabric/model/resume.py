@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.model.condition import check_word
+from flowfabric.model.condition import check_enum
 from flowfabric.model.errors import error
 from flowfabric.model.policy_checks import MAX_MS, set_field
 from flowfabric.model.states import PublicState
@@ -33,7 +33,7 @@ class ResumePolicy:
 
     def __post_init__(self) -> None:
         """Reject invalid fields."""
-        set_field(self, "resume_target", check_word(ResumeTarget, self.resume_target, "resume_policy.resume_target"))
+        set_field(self, "resume_target", check_enum(ResumeTarget, self.resume_target, "resume_policy.resume_target"))
         for name in ("consume_matched_signals", "retain_signal_buffer_until_closed", "close_waitpoint_on_resume"):
             if not isinstance(given := getattr(self, name), bool):
                 raise error("invalid_input", f"resume_policy.{name}: must be true or false, got {shown(given)}")

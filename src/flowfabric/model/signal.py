@@ -6,7 +6,15 @@ from enum import StrEnum
 from typing import Any, Self
 
 from flowfabric.model.errors import error
-from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, parse_execution_id, parse_uuid, row_key, uuid7
+from flowfabric.model.ids import (
+    ExecutionId,
+    SignalId,
+    WaitpointId,
+    check_storable,
+    parse_execution_id,
+    parse_uuid,
+    uuid7,
+)
 from flowfabric.model.policy_checks import INT32, MAX_MS
 from flowfabric.model.text import MAX_KEY_BYTES, check_length, check_range, check_short, shown
 from flowfabric.model.token import WaitpointToken
@@ -106,7 +114,7 @@ class NewSignal:
     def __post_init__(self) -> None:
         """Reject invalid fields; a missing or malformed token is rejected later, with the waitpoint."""
         execution_id = parse_execution_id(self.execution_id)
-        row_key(execution_id)
+        check_storable(execution_id)
         self.execution_id = execution_id
         self.waitpoint_id = WaitpointId(parse_uuid(self.waitpoint_id, "waitpoint_id"))
         if self.signal_id is None:

@@ -1,4 +1,4 @@
-"""Suspensions: the arguments of a suspend and their checks, its answers, and how lists show suspensions."""
+"""Suspensions: the arguments of a suspend and their checks, its outcomes, and pages of suspended executions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from flowfabric.model.condition import (
     Single,
     TimeoutOnly,
     check_depth,
+    check_enum,
     check_structure,
-    check_word,
     leaves,
     parse_condition,
     waitpoint_keys,
@@ -33,8 +33,10 @@ from flowfabric.model.token import WaitpointToken
 from flowfabric.model.waitpoint import AdditionalWaitpoint, Binding, Fresh, parse_binding
 
 CLOCK_SKEW_MS = 600_000
+"""How far in the past a `timeout_at` may be, because the clocks of callers differ."""
 REPLAY_MARGIN_MS = 60_000
-LONGEST_REPLAY_MS = 604_800_000
+"""How long the outcome for an idempotency key is kept after the timeout of the suspension."""
+LONGEST_REPLAY_MS = 7 * 24 * 60 * 60 * 1000
 
 _DEFAULT_RESUME_POLICY = ResumePolicy()
 
@@ -81,7 +83,7 @@ class SuspensionRequester(StrEnum):
 def parse_timeout_behavior(value: object) -> TimeoutBehavior:
     """Return the timeout behaviour of an argument; `auto_resume` is an alias."""
     word = TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL if value == "auto_resume" else value
-    return check_word(TimeoutBehavior, word, "timeout_behavior")
+    return check_enum(TimeoutBehavior, word, "timeout_behavior")
 
 
 def read_stored_timeout_behavior(value: str | None) -> TimeoutBehavior:
@@ -97,8 +99,8 @@ class SuspendArgs:
     """The arguments of a suspend; condition, bindings and policy may be given as their JSON values.
 
     `timeout_ms` counts from the suspend, by the database clock; `timeout_at` is a time of that clock. Without
-    `timeout_behavior` a timeout fails the execution, or does what the execution's policy says if the deadline comes
-    from that policy.
+    `timeout_behavior`, a timeout given here fails the execution, and a timeout from the execution's policy has the
+    behaviour that the policy names.
     """
 
     suspension_id: SuspensionId
@@ -139,8 +141,8 @@ class SuspendArgs:
         set_field(self, "waitpoints", tuple(parse_binding(each) for each in self.waitpoints))
         set_field(self, "resume_condition", parse_condition(self.resume_condition))
         set_field(self, "resume_policy", parse_resume_policy(self.resume_policy))
-        set_field(self, "reason_code", check_word(SuspensionReason, self.reason_code, "reason_code"))
-        set_field(self, "requested_by", check_word(SuspensionRequester, self.requested_by, "requested_by"))
+        set_field(self, "reason_code", check_enum(SuspensionReason, self.reason_code, "reason_code"))
+        set_field(self, "requested_by", check_enum(SuspensionRequester, self.requested_by, "requested_by"))
         if self.timeout_at is not None:
             check_range(self.timeout_at, "timeout_at", -MAX_MS, MAX_MS)
         if self.timeout_ms is not None:
@@ -156,12 +158,12 @@ class SuspendArgs:
 
     @property
     def has_timeout(self) -> bool:
-        """Whether the arguments set a deadline."""
+        """Whether the arguments set a timeout."""
         return self.timeout_at is not None or self.timeout_ms is not None
 
 
 def check_suspend(args: SuspendArgs) -> None:
-    """Reject arguments that do not fit together; check_deadline checks the deadline, which needs the clock."""
+    """Reject arguments that do not fit together; check_timeout_at checks `timeout_at`, which needs the clock."""
     condition, bindings = args.resume_condition, args.waitpoints
     if not bindings:
         raise _refusal("waitpoints_empty: bind at least one waitpoint with Fresh or UsePending")
@@ -180,7 +182,7 @@ def check_suspend(args: SuspendArgs) -> None:
         if not binding.waitpoint_key:
             raise _refusal(f"additional_waitpoint_binding_empty_key at waitpoints[{index}]: give it a waitpoint_key")
     is_too_deep = _is_too_deep(condition)
-    # The keys of a tree that is too deep are not all known.
+    # check_structure rejects a tree that is too deep; until then its leaves are not read.
     if len(bindings) > 1 and not is_too_deep:
         _check_keys(condition, map(_bound_key, bindings))
     if isinstance(condition, TimeoutOnly) and not args.has_timeout:
@@ -191,7 +193,7 @@ def check_suspend(args: SuspendArgs) -> None:
         raise _refusal("resume_condition: empty signal name (use Wildcard instead)")
     check_structure(condition)
     ids, keys = {each.waitpoint_id for each in bindings}, set(map(_bound_key, bindings))
-    if min(len(ids), len(keys)) < len(bindings):
+    if len(ids) < len(bindings) or len(keys) < len(bindings):
         raise _refusal("duplicate_waitpoint_binding: bind each waitpoint id and each waitpoint key only once")
     if isinstance(first, Fresh) and isinstance(condition, Composite):
         _check_keys(condition, map(_bound_key, bindings))
@@ -236,8 +238,8 @@ def _refusal(detail: str) -> EngineError:
     return error("invalid_input", detail)
 
 
-def check_deadline(timeout_at: int | None, now: int) -> None:
-    """Reject a deadline that has passed by more than the tolerated clock skew."""
+def check_timeout_at(timeout_at: int | None, now: int) -> None:
+    """Reject a timeout that has passed by more than the tolerated clock skew."""
     if timeout_at is not None and timeout_at + CLOCK_SKEW_MS < now:
         raise _refusal(
             f"timeout_at_in_past: got {timeout_at}, the database clock is {now}; give a later time in ms since "
@@ -245,8 +247,8 @@ def check_deadline(timeout_at: int | None, now: int) -> None:
         )
 
 
-def deadline_of(args: SuspendArgs, policy: SuspensionPolicy | None, now: int) -> tuple[int | None, TimeoutBehavior]:
-    """Return the deadline and the timeout behaviour of a suspension: from its arguments, else from the policy."""
+def resolve_timeout(args: SuspendArgs, policy: SuspensionPolicy | None, now: int) -> tuple[int | None, TimeoutBehavior]:
+    """Return when a suspension times out and what happens then: from its arguments, else from the policy."""
     if args.timeout_ms is not None:
         return now + args.timeout_ms, args.timeout_behavior or TimeoutBehavior.FAIL
     if args.timeout_at is not None or policy is None or policy.default_timeout_ms is None:

@@ -9,8 +9,19 @@ from uuid import uuid4
 import asyncpg
 import msgspec
 
-from engine.state import EXPIRED_LEASE, FENCED, Fenced, all_cases, attempts, claim, event_texts, refused, revoke, vector
-from fixtures import Clock, Given, Rows
+from engine.state import (
+    EXPIRED_LEASE,
+    FENCED_OPERATIONS,
+    Fenced,
+    all_cases,
+    attempts,
+    claim,
+    event_texts,
+    refused,
+    revoke,
+    vector,
+)
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ContentionError, InvalidInputError, NotFoundError, StateError
 from flowfabric.model.handle import Backend, Handle
@@ -28,12 +39,12 @@ def altered(handle: Handle, **changes: Any) -> Handle:
 def each_operation() -> Iterator[tuple[str, Fenced, Callable[[], AbstractContextManager[None]]]]:
     """Every operation under a lease: its name, the call, and what collects its failures."""
     with all_cases() as case:
-        for name, operation in FENCED.items():
+        for name, operation in FENCED_OPERATIONS.items():
             yield name, operation, functools.partial(case, name)
 
 
 async def test_a_lease_is_valid_until_its_last_millisecond(engine: Engine, given: Given, clock: Clock) -> None:
-    handles = {name: await given.claimed(lease_ttl_ms=1000, lane_id=name) for name in FENCED}
+    handles = {name: await given.claimed(lease_ttl_ms=1000, lane_id=name) for name in FENCED_OPERATIONS}
     await clock.advance(ms=999)
     for name, operation, case in each_operation():
         with case():
@@ -43,7 +54,7 @@ async def test_a_lease_is_valid_until_its_last_millisecond(engine: Engine, given
 async def test_a_lease_ends_exactly_at_its_expiry_and_the_refusal_marks_it(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
-    handles = {name: await given.claimed(lease_ttl_ms=1000, lane_id=name) for name in FENCED}
+    handles = {name: await given.claimed(lease_ttl_ms=1000, lane_id=name) for name in FENCED_OPERATIONS}
     now = await clock.advance(ms=1000)
     for name, operation, case in each_operation():
         handle = handles[name]
@@ -126,7 +137,7 @@ async def test_revocation_is_checked_before_expiry_and_expiry_before_the_ids(
     engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     revoked = await given.claimed(lease_ttl_ms=1000)
-    expired = {name: await given.claimed(lease_ttl_ms=1000, lane_id=name) for name in FENCED}
+    expired = {name: await given.claimed(lease_ttl_ms=1000, lane_id=name) for name in FENCED_OPERATIONS}
     await revoke(connection, revoked.execution_id)
     await clock.advance(seconds=2)
     async with rows.unchanged():
@@ -144,7 +155,7 @@ async def test_a_handle_that_cannot_belong_to_a_lease_of_this_store_is_refused(
     engine: Engine, given: Given, rows: Rows
 ) -> None:
     handle = await given.claimed()
-    uuid = handle.execution_id[-36:]
+    uuid = uuid_of(handle.execution_id)
     wrong: list[tuple[Any, str, str]] = [
         (altered(handle, execution_id=ExecutionId(f"{{fp:1}}:{uuid}")), "execution_not_found", ""),
         (altered(handle, execution_id=ExecutionId(f"{{fp:32767}}:{uuid4()}")), "execution_not_found", ""),
@@ -167,7 +178,7 @@ async def test_a_handle_that_cannot_belong_to_a_lease_of_this_store_is_refused(
 async def test_a_run_ends_once(engine: Engine, given: Given, rows: Rows) -> None:
     handles = {name: await given.claimed(lane_id=name) for name in ("complete", "complete_many", "fail", "cancel")}
     for name, handle in handles.items():
-        await FENCED[name](engine, handle)
+        await FENCED_OPERATIONS[name](engine, handle)
     async with rows.unchanged():
         for name, operation, case in each_operation():
             for ending, handle in handles.items():

@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from engine.state import HandClock
-from fixtures import Clock, Engines, Given, Rows
+from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.engine.core import quarantine as quarantine_module
 from flowfabric.engine.core.quarantine import SKIPPED_INTERVALS, Quarantine, pause_after
 from flowfabric.engine.parts import parts_of
@@ -30,7 +30,7 @@ def quarantine(monotonic: HandClock) -> Quarantine:
 
 def uuids(*execution_ids: ExecutionId) -> list[UUID]:
     """The UUIDs in execution ids, which is how a quarantine lists them."""
-    return [UUID(each[-36:]) for each in execution_ids]
+    return [UUID(uuid_of(each)) for each in execution_ids]
 
 
 def test_every_third_failure_in_a_row_pauses_for_ten_intervals() -> None:
@@ -74,7 +74,7 @@ async def test_a_failing_batch_is_processed_item_by_item_and_the_next_skips_the_
     bad, tried, done = IDS[:6], [], []
 
     async def together(skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
-        found[:] = [each for each in IDS if each not in done and UUID(each[-36:]) not in skipped][:3]
+        found[:] = [each for each in IDS if each not in done and UUID(uuid_of(each)) not in skipped][:3]
         if set(found) & set(bad):
             raise error("corruption")
         done.extend(found)
@@ -166,7 +166,7 @@ async def test_an_unreadable_policy_does_not_block_other_timeouts(
     # A policy that cannot be read, as a faulty version might have stored it; a deadline does not depend on the policy.
     await connection.execute(
         "update execution set policy = '[]' where execution_id = any($1)",
-        [bad.execution_id[-36:], past_deadline.execution_id[-36:]],
+        [uuid_of(bad.execution_id), uuid_of(past_deadline.execution_id)],
     )
     await clock.advance(ms=1000)
     assert await parts_of(engine).timeouts.expire_due() == 2

@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from engine.core.test_keys import A, B, C, rotate, seed, verifying
-from engine.grants import claim_named, grant
+from engine.grants import claim_granted, issue_grant
 from engine.sending import waiting
 from engine.state import refused, rounds
 from fixtures import Engines, Eventually, Given, Rows
@@ -76,8 +76,8 @@ async def test_grants_and_tokens_of_one_process_are_valid_in_another(engines: En
     # The engine of `given` has no secret key; it has cached the plain secret at its start.
     sealing, other = [await engines(secret_key=ONE) for _ in range(2)]
     execution_id = await given.created()
-    await grant(sealing, execution_id)
-    await claim_named(other, execution_id)
+    await issue_grant(sealing, execution_id)
+    await claim_granted(other, execution_id)
     wait = await waiting(sealing, given)
     wait.engine = other
     assert isinstance(await wait.send(), Accepted)

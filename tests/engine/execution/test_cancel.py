@@ -8,18 +8,18 @@ import asyncpg
 
 from engine.state import (
     CANCELLED,
-    CANCELLED_UNTRIED,
+    CANCELLED_BEFORE_FIRST_ATTEMPT,
     all_cases,
     attempts,
     claim,
     event_texts,
     kept_until,
-    lease_left,
+    lease_fields,
     refused,
     revoke,
     vector,
 )
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import NotFoundError
 from flowfabric.model.execution import Cancelled
@@ -86,14 +86,14 @@ async def check_cancelled(
 ) -> None:
     """Check what an operator's cancel has written of an execution and of its run."""
     row = await rows.execution(execution_id)
-    assert vector(row) == (CANCELLED_UNTRIED if handle is None else CANCELLED)
+    assert vector(row) == (CANCELLED_BEFORE_FIRST_ATTEMPT if handle is None else CANCELLED)
     assert {row[stamp] for stamp in ("completed_at", "last_transition_at", "last_mutation_at")} == {now}
     assert (row["cancellation_reason"], row["cancelled_by"]) == ("not wanted", "operator_override")
     assert (row["failure_reason"], row["blocking_detail"]) == (None, None)
-    assert (row["delay_until"], await rows.timers(execution_id), lease_left(row)) == (None, {}, {})
+    assert (row["delay_until"], await rows.timers(execution_id), lease_fields(row)) == (None, {}, {})
     assert await kept_until(rows, execution_id) == now + 86_400_000
     assert await rows.of("ready") == []
-    (listed,) = await rows.of("listed", execution_id=execution_id[-36:])
+    (listed,) = await rows.of("listed", execution_id=uuid_of(execution_id))
     assert (listed["public_state"], listed["at"]) == ("cancelled", now)
     ended = await attempts(rows, execution_id)
     if has_failed:
@@ -224,7 +224,7 @@ async def test_a_worker_cancels_its_own_run_and_may_repeat_the_call(
     row = await rows.execution(claimed.execution_id)
     assert vector(row) == CANCELLED
     assert (row["cancellation_reason"], row["cancelled_by"]) == ("asked to stop", "lease_holder")
-    assert (row["completed_at"], lease_left(row), row["attempt_id"]) == (now, {}, claimed.attempt_id)
+    assert (row["completed_at"], lease_fields(row), row["attempt_id"]) == (now, {}, claimed.attempt_id)
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_cancelled", "cancelled: asked to stop")
     assert await event_texts(rows, claimed.execution_id) == ["acquired", "released cancelled>cancelled"]

@@ -4,7 +4,7 @@ from typing import Any
 from uuid import UUID
 
 from engine.state import CREATES, DELAYED, WAITING, claim, create_in_many, create_one, items, new, refused, vector
-from fixtures import Clock, Engines, Rows
+from fixtures import Clock, Engines, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Created
 from flowfabric.model.policy import ExecutionPolicy, RetryPolicy
@@ -151,7 +151,7 @@ async def test_items_of_one_shape_are_stored_the_same_way_in_a_mixed_batch(engin
         assert [type(verdict) for verdict in verdicts] == [Created] * (3 + len(others))
         found = []
         for verdict in verdicts[:3]:
-            uuid = verdict.execution_id[-36:]  # type: ignore[union-attr]
+            uuid = uuid_of(verdict.execution_id)  # type: ignore[union-attr]
             for table in ("execution", "ready", "execution_tag"):
                 of_table = sorted(await rows.of(table, execution_id=uuid), key=str)
                 found.append([{name: row[name] for name in row.keys() - differing} for row in of_table])

@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from engine.state import all_cases, claim, items, new, refused
-from fixtures import Engines, Eventually, Rows
+from fixtures import Engines, Eventually, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.execution import Created
@@ -78,10 +78,10 @@ async def test_an_item_that_differs_in_one_field_is_stored_as_if_it_came_alone(e
     with all_cases() as check:
         for case, made_ids in batches.items():
             with check(case):
-                plain_row, different_row = [found[execution_id[-36:]] for execution_id in alone[case]]
+                plain_row, different_row = [found[uuid_of(execution_id)] for execution_id in alone[case]]
                 for at, execution_id in enumerate(made_ids):
                     expected = different_row if case.endswith(f"at {at}") else plain_row
-                    assert found[execution_id[-36:]] == expected
+                    assert found[uuid_of(execution_id)] == expected
 
 
 async def test_a_delay_in_a_shared_policy_delays_every_item(engine: Engine) -> None:

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from engine.state import CREATES, claim, items, new, refused
-from fixtures import Clock, Rows
+from fixtures import Clock, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import Created, Duplicate
@@ -129,7 +129,7 @@ async def test_a_key_is_valid_for_a_day_or_for_the_window_of_its_policy(
             assert isinstance(second, Created)
             assert second.execution_id != first.execution_id
             (entry,) = await rows.of("idempotency_key", key=key)
-            assert (str(entry["subject_id"]), entry["expires_at"]) == (second.execution_id[-36:], now + 2 * window)
+            assert (str(entry["subject_id"]), entry["expires_at"]) == (uuid_of(second.execution_id), now + 2 * window)
             assert await create(engine, **keyed) == Duplicate(execution_id=second.execution_id)
         # With an id of the caller's own.
         own = names.new(idempotency_key="own", policy={"dedup_window_ms": 1000})
@@ -224,13 +224,13 @@ async def test_the_first_of_two_items_with_one_id_wins_whatever_their_keys(engin
             named = f"{{fp:86}}:{which}1111111-2222-3333-4444-{at:012}"
             verdicts = await engine.create_many(items(*(new(execution_id=named, idempotency_key=key) for key in keys)))
             assert [type(verdict) for verdict in verdicts] == [Created, Duplicate], keys
-            kept = {entry["key"] for entry in await rows.of("idempotency_key", subject_id=named[-36:])}
+            kept = {entry["key"] for entry in await rows.of("idempotency_key", subject_id=uuid_of(named))}
             assert kept == {key for key in keys[:1] if key}
 
 
 async def test_an_item_does_not_overtake_one_it_shares_a_key_with(engine: Engine) -> None:
     here = (await engine.create_execution(**new())).execution_id[:-36]
-    given = ExecutionId(here + FIRST[-36:])
+    given = ExecutionId(here + uuid_of(FIRST))
     # The third shares nothing with the first, and must not overtake the second for that.
     verdicts = await engine.create_many(
         items(new(execution_id=given), new(execution_id=given, idempotency_key="k"), new(idempotency_key="k"))

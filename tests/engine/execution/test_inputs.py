@@ -6,9 +6,9 @@ from typing import Any
 
 import asyncpg
 
-from engine.grants import claim_named, grant
+from engine.grants import claim_granted, issue_grant
 from engine.state import CREATES, all_cases, claim, items, new, refused
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -41,7 +41,7 @@ async def check_stored(rows: Rows, expected: dict[str, bytes]) -> None:
     """Every input is in exactly one table, the one for its size."""
     on_row = {str(row["execution_id"]): row["input_payload"] for row in await rows.of("execution")}
     apart = {str(row["execution_id"]): row["input_payload"] for row in await rows.of("execution_input")}
-    inputs = {execution_id[-36:]: given for execution_id, given in expected.items()}
+    inputs = {uuid_of(execution_id): given for execution_id, given in expected.items()}
     assert apart == {uuid: given for uuid, given in inputs.items() if len(given) > 256}
     assert on_row == {uuid: None if uuid in apart else given for uuid, given in inputs.items()}
 
@@ -75,8 +75,8 @@ async def test_a_named_claim_and_a_claim_after_a_delay_return_the_input(
 ) -> None:
     for size in SIZES:
         waiting = await given.created(input_payload=content(size))
-        await grant(engine, waiting)
-        assert (await claim_named(engine, waiting)).input_payload == content(size), size
+        await issue_grant(engine, waiting)
+        assert (await claim_granted(engine, waiting)).input_payload == content(size), size
         await given.created(input_payload=content(size), delay_ms=1000, lane_id="delayed")
     await clock.advance(ms=1000)
     await parts_of(engine).delays.promote_due()

@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from engine.state import all_cases, refused
-from fixtures import Eventually, Given, Rows
+from fixtures import Eventually, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import TerminalOutcome
@@ -66,7 +66,7 @@ async def test_an_unknown_stored_outcome_fails_only_its_own_waiter(
     # What a newer version may have stored.
     await connection.execute("alter type terminal_outcome add value 'evaporated'")
     await connection.execute(
-        "update execution set terminal_outcome = 'evaporated' where execution_id = $1", strange[-36:]
+        "update execution set terminal_outcome = 'evaporated' where execution_id = $1", uuid_of(strange)
     )
     waiting = asyncio.create_task(engine.wait_for_ending(run.execution_id, timeout=60))
     await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)

@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from fixtures import Clock, Engines, Given, Rows
+from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.engine import store
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.fleet.identities import DAY_MS, memory_ms
@@ -89,7 +89,7 @@ async def test_the_identity_of_a_lost_lease_is_kept_until_it_is_reclaimed(
         await connection.execute(
             "update execution set ownership_state = 'lease_revoked', blocking_reason = 'waiting_for_worker'"
             " where execution_id = $1",
-            lost.execution_id[-36:],
+            uuid_of(lost.execution_id),
         )
     for _ in range(3):
         await clock.advance(ms=HOUR_MS + DAY_MS + 1)

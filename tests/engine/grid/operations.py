@@ -1,4 +1,4 @@
-"""The operations of the grid: how each is called, and the word for its answer."""
+"""The operations of the grid, which tests every operation in every state: their calls, and their answers as words."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Call = Callable[[Subject], Awaitable[object]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """One call of the grid: an operation in one of its variants."""
+    """One operation of the grid, in one of its variants."""
 
     name: str
     variant: str = ""
@@ -32,7 +32,7 @@ class Operation:
 
 
 def answer(value: object) -> str:
-    """The word for an answer: its type, the kind of a handle, or the count of a sweep."""
+    """An answer as one word: its type, its reason, the kind of its handle, or the count of a sweep."""
     match value:
         case None | []:
             return "nothing"
@@ -54,16 +54,16 @@ def answer(value: object) -> str:
             return type(value).__name__
 
 
-def _stale(subject: Subject) -> Handle:
-    """A handle of the lease before the last."""
-    return msgspec.structs.replace(subject.handle, lease_epoch=_another_epoch(subject))
+def _stale_handle(subject: Subject) -> Handle:
+    """The handle with the epoch of another lease: the previous one, if there was one."""
+    return msgspec.structs.replace(subject.handle, lease_epoch=_stale_epoch(subject))
 
 
 def _stale_fence(subject: Subject) -> dict[str, Any]:
-    return {**subject.fence, "lease_epoch": _another_epoch(subject)}
+    return {**subject.fence, "lease_epoch": _stale_epoch(subject)}
 
 
-def _another_epoch(subject: Subject) -> int:
+def _stale_epoch(subject: Subject) -> int:
     return subject.handle.lease_epoch - 1 if subject.handle.lease_epoch else 1
 
 
@@ -94,23 +94,24 @@ SERVICE_CALLS: dict[str, Callable[[Subject, dict[str, Any]], Awaitable[object]]]
         **fence, failure_reason="x", failure_category="permanent"
     ),
 }
-"""The calls of a control plane, which holds the fence of a lease."""
+"""The calls of a service that is not the worker and gives the fence of a lease."""
 
 
-def _unfenced(subject: Subject) -> dict[str, Any]:
+def _without_fence(subject: Subject) -> dict[str, Any]:
     return {"execution_id": subject.execution_id}
 
 
-def _override(subject: Subject) -> dict[str, Any]:
+def _as_operator(subject: Subject) -> dict[str, Any]:
     return {"execution_id": subject.execution_id, "source": "operator_override"}
 
 
 def _cancel_fence(fence: dict[str, Any]) -> dict[str, Any]:
+    """The part of a fence that cancel_execution accepts."""
     return {name: fence[name] for name in ("execution_id", "lease_id", "lease_epoch", "attempt_id")}
 
 
 async def _claim_from_resume_grant(subject: Subject) -> object:
-    """Present the grant of the state, or a well-formed grant that was never issued."""
+    """Claim with the last grant of the subject, or with a well-formed grant that was never issued."""
     expires_at_ms = await subject.clock.now() + GRANT_MS
     granted = subject.grant.grant if subject.grant is not None else None
     key = f"pg:{subject.execution_id}:{expires_at_ms}:v1:{'0' * 64}" if granted is None else granted.grant_key
@@ -125,68 +126,72 @@ async def _claim_from_resume_grant(subject: Subject) -> object:
 
 
 def _operations() -> Sequence[Operation]:
-    def one(name: str, call: Call, variant: str = "") -> Operation:
+    def operation(name: str, call: Call, variant: str = "") -> Operation:
         return Operation(name=name, variant=variant, call=call)
 
-    found = [
-        one("create_execution", lambda s: s.create()),
-        one("claim", lambda s: s.engine.claim(lane_id=s.lane_id, **OTHER)),
-        one("claim_many", lambda s: s.engine.claim_many(lanes=(s.lane_id,), limit=5, **OTHER)),
-        one("claim_for_worker", lambda s: s.engine.claim_for_worker(lane_id=s.lane_id, **OTHER)),
-        one("scan_eligible_executions", lambda s: s.engine.scan_eligible_executions(lane_id=s.lane_id)),
-        one("issue_claim_grant", lambda s: s.engine.issue_claim_grant(**s.named, **WORKER)),
-        one("claim_execution", lambda s: s.engine.claim_execution(**s.named, **WORKER)),
-        one("claim_execution", lambda s: s.engine.claim_execution(**s.named, **OTHER), "another worker"),
-        one("claim_resumed_execution", lambda s: s.engine.claim_resumed_execution(**s.named, **WORKER)),
-        one(
+    operations = [
+        operation("create_execution", lambda s: s.create()),
+        operation("claim", lambda s: s.engine.claim(lane_id=s.lane_id, **OTHER)),
+        operation("claim_many", lambda s: s.engine.claim_many(lanes=(s.lane_id,), limit=5, **OTHER)),
+        operation("claim_for_worker", lambda s: s.engine.claim_for_worker(lane_id=s.lane_id, **OTHER)),
+        operation("scan_eligible_executions", lambda s: s.engine.scan_eligible_executions(lane_id=s.lane_id)),
+        operation("issue_claim_grant", lambda s: s.engine.issue_claim_grant(**s.named, **WORKER)),
+        operation("claim_execution", lambda s: s.engine.claim_execution(**s.named, **WORKER)),
+        operation("claim_execution", lambda s: s.engine.claim_execution(**s.named, **OTHER), "another worker"),
+        operation("claim_resumed_execution", lambda s: s.engine.claim_resumed_execution(**s.named, **WORKER)),
+        operation(
             "claim_resumed_execution",
             lambda s: s.engine.claim_resumed_execution(**s.named, **OTHER),
             "another worker",
         ),
-        one("claim_from_resume_grant", _claim_from_resume_grant),
-        one(
+        operation("claim_from_resume_grant", _claim_from_resume_grant),
+        operation(
             "issue_grant_and_claim",
             lambda s: s.engine.issue_grant_and_claim(**s.named, lease_duration_ms=LEASE_MS),
         ),
-        one("issue_reclaim_grant", lambda s: s.engine.issue_reclaim_grant(**s.named, **WORKER)),
-        one("reclaim_execution", lambda s: s.engine.reclaim_execution(**s.named, **WORKER)),
-        one("reclaim_execution", lambda s: s.engine.reclaim_execution(**s.named, **OTHER), "another worker"),
-        one("mark_lease_expired_if_due", lambda s: s.engine.mark_lease_expired_if_due(s.execution_id)),
-        one("promote_delayed", lambda s: s.engine.promote_delayed(s.execution_id)),
-        one("expire_execution", lambda s: s.engine.expire_execution(s.execution_id, "attempt_timeout"), "timeout"),
-        one("expire_execution", lambda s: s.engine.expire_execution(s.execution_id, "execution_deadline"), "deadline"),
-        one("cancel_execution", lambda s: s.engine.cancel_execution(execution_id=s.execution_id, reason="x")),
-        one(
+        operation("issue_reclaim_grant", lambda s: s.engine.issue_reclaim_grant(**s.named, **WORKER)),
+        operation("reclaim_execution", lambda s: s.engine.reclaim_execution(**s.named, **WORKER)),
+        operation("reclaim_execution", lambda s: s.engine.reclaim_execution(**s.named, **OTHER), "another worker"),
+        operation("mark_lease_expired_if_due", lambda s: s.engine.mark_lease_expired_if_due(s.execution_id)),
+        operation("promote_delayed", lambda s: s.engine.promote_delayed(s.execution_id)),
+        operation(
+            "expire_execution", lambda s: s.engine.expire_execution(s.execution_id, "attempt_timeout"), "timeout"
+        ),
+        operation(
+            "expire_execution", lambda s: s.engine.expire_execution(s.execution_id, "execution_deadline"), "deadline"
+        ),
+        operation("cancel_execution", lambda s: s.engine.cancel_execution(execution_id=s.execution_id, reason="x")),
+        operation(
             "cancel_execution",
             lambda s: s.engine.cancel_execution(**_cancel_fence(s.fence), reason="x", source="lease_holder"),
             "the holder",
         ),
-        one(
+        operation(
             "cancel_execution",
             lambda s: s.engine.cancel_execution(**_cancel_fence(_stale_fence(s)), reason="x", source="lease_holder"),
             "a previous holder",
         ),
-        one(
+        operation(
             "cancel_execution",
             lambda s: s.engine.cancel_execution(execution_id=s.execution_id, reason="x", source="lease_holder"),
             "a holder without a fence",
         ),
-        one("set_execution_tag", lambda s: s.engine.set_execution_tag(s.execution_id, "app.key", "value")),
-        one("mark expired leases", lambda s: parts_of(s.engine).lease_expiry.sweep(), "sweep"),
-        one("promote delayed executions", lambda s: parts_of(s.engine).delays.promote_due(), "sweep"),
-        one("expire overdue executions", lambda s: parts_of(s.engine).timeouts.expire_due(), "sweep"),
+        operation("set_execution_tag", lambda s: s.engine.set_execution_tag(s.execution_id, "app.key", "value")),
+        operation("mark expired leases", lambda s: parts_of(s.engine).lease_expiry.sweep(), "sweep"),
+        operation("promote delayed executions", lambda s: parts_of(s.engine).delays.promote_due(), "sweep"),
+        operation("expire overdue executions", lambda s: parts_of(s.engine).timeouts.expire_due(), "sweep"),
     ]
     for name, by_handle in HANDLE_CALLS.items():
-        found.append(one(name, lambda s, call=by_handle: call(s, s.handle)))  # type: ignore[misc]
-        found.append(one(name, lambda s, call=by_handle: call(s, _stale(s)), "a previous holder"))  # type: ignore[misc]
+        operations.append(operation(name, lambda s, call=by_handle: call(s, s.handle)))  # type: ignore[misc]
+        operations.append(operation(name, lambda s, call=by_handle: call(s, _stale_handle(s)), "a previous holder"))  # type: ignore[misc]
     for name, by_fence in SERVICE_CALLS.items():
-        found.append(one(name, lambda s, call=by_fence: call(s, s.fence)))  # type: ignore[misc]
-        found.append(one(name, lambda s, call=by_fence: call(s, _stale_fence(s)), "a previous fence"))  # type: ignore[misc]
+        operations.append(operation(name, lambda s, call=by_fence: call(s, s.fence)))  # type: ignore[misc]
+        operations.append(operation(name, lambda s, call=by_fence: call(s, _stale_fence(s)), "a previous fence"))  # type: ignore[misc]
     for name in ("complete_execution", "fail_execution"):
         by_fence = SERVICE_CALLS[name]
-        found.append(one(name, lambda s, call=by_fence: call(s, _override(s)), "an operator"))  # type: ignore[misc]
-        found.append(one(name, lambda s, call=by_fence: call(s, _unfenced(s)), "without a fence"))  # type: ignore[misc]
-    return found
+        operations.append(operation(name, lambda s, call=by_fence: call(s, _as_operator(s)), "an operator"))  # type: ignore[misc]
+        operations.append(operation(name, lambda s, call=by_fence: call(s, _without_fence(s)), "without a fence"))  # type: ignore[misc]
+    return operations
 
 
 OPERATIONS = {operation.title: operation for operation in _operations()}

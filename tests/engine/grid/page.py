@@ -35,7 +35,7 @@ grant; searches are made by another worker.
 GROUPS = {
     "Creating": ("create_execution",),
     "Claiming": ("claim", "claim_many", "scan_eligible_executions"),
-    "Claiming by name and by grant": (
+    "Claiming by id and by grant": (
         "claim_for_worker",
         "issue_claim_grant",
         "claim_execution",

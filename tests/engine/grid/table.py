@@ -7,7 +7,7 @@ from ..state import (  # noqa: TID252
     ACTIVE,
     BACKING_OFF,
     CANCELLED,
-    CANCELLED_UNTRIED,
+    CANCELLED_BEFORE_FIRST_ATTEMPT,
     COMPLETED,
     EXPIRED_LEASE,
     FAILED,
@@ -18,7 +18,7 @@ from ..state import (  # noqa: TID252
 from .operations import HANDLE_CALLS, OPERATIONS, SERVICE_CALLS
 from .states import EXPIRED, STATES
 
-EXPIRED_UNTRIED = "terminal/unowned/not_applicable/none/expired/pending_first_attempt/expired"
+EXPIRED_BEFORE_FIRST_ATTEMPT = "terminal/unowned/not_applicable/none/expired/pending_first_attempt/expired"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -297,8 +297,8 @@ BY_GRANT: dict[str, Row] = {
 CANCELLED_UNHELD = Moved(answer="Cancelled", to=CANCELLED, events=("ended>cancelled",), grants="none")
 CANCEL: dict[str, Expected] = {
     **NOT_FOUND,
-    **each(UNTRIED, replace(CANCELLED_UNHELD, to=CANCELLED_UNTRIED)),
-    "grant_expired": replace(CANCELLED_UNHELD, to=CANCELLED_UNTRIED, grants="any"),
+    **each(UNTRIED, replace(CANCELLED_UNHELD, to=CANCELLED_BEFORE_FIRST_ATTEMPT)),
+    "grant_expired": replace(CANCELLED_UNHELD, to=CANCELLED_BEFORE_FIRST_ATTEMPT, grants="any"),
     **each(TRIED, CANCELLED_UNHELD),
     **each((*INTERRUPTED, *LOST), replace(CANCELLED_UNHELD, last="ended_cancelled")),
     **each((*HELD, "past_expiry"), replace(CANCELLING, answer="Cancelled")),
@@ -320,7 +320,7 @@ TIMED_OUT_LOST = replace(TIMED_OUT, events=())
 TIMED_OUT_LAST = Moved(
     answer="Expired", to=EXPIRED, events=("released expired:attempt_timeout>expired",), last="ended_failure"
 )
-LATE = Moved(answer="Expired", to=EXPIRED_UNTRIED, events=("ended>expired",))
+LATE = Moved(answer="Expired", to=EXPIRED_BEFORE_FIRST_ATTEMPT, events=("ended>expired",))
 EXPIRE: dict[str, Expected] = {
     **each(EVERY, Same("NotYetDue")),
     **each(ENDED, Same("AlreadyTerminal")),

@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from engine.cases import Emptied
-from fixtures import Clock, Rows
+from fixtures import Clock, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome
@@ -44,7 +44,7 @@ class Seen:
 
     @classmethod
     async def of(cls, connection: asyncpg.Connection, execution_id: str) -> "Seen":
-        uuid = execution_id[-36:]
+        uuid = uuid_of(execution_id)
         row = await connection.fetchrow("select * from execution_detail where execution_id = $1", uuid)
         attempts = await connection.fetch(
             "select attempt_state from attempt_all where execution_id = $1 order by attempt_index", uuid

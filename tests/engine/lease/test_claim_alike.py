@@ -1,13 +1,13 @@
-"""A claim by search and a claim by name write the same rows."""
+"""A claim by search and a claim by id write the same rows."""
 
 from typing import Any
 
 import pytest
 
 from engine.cases import in_turn
-from engine.grants import claim_named, claim_resumed, register_workers, worker
+from engine.grants import claim_granted, claim_resumed, register_workers, worker
 from engine.state import attempts, claim, claim_rows, ids, revoke
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted
@@ -94,7 +94,7 @@ async def test_a_named_claim_writes_the_same_rows_as_a_search(
         by_name = await claim_resumed(engine, named, lane_id="two", lease_ttl_ms=7000)
     else:
         assert isinstance(await engine.claim_for_worker(**worker(lane_id="two")), Granted)
-        by_name = await claim_named(engine, named, lane_id="two", lease_ttl_ms=7000)
+        by_name = await claim_granted(engine, named, lane_id="two", lease_ttl_ms=7000)
     assert ids([by_search, by_name]) == [searched, named]
 
     def shared(row: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ async def test_a_named_claim_writes_the_same_rows_as_a_search(
         ones, twos = await find(rows, searched), await find(rows, named)
         assert [shared(row) for row in ones] == [shared(row) for row in twos]
     for table in ("attempt", "ready", "timer", "listed", "claim_grant"):
-        ones, twos = [await rows.of(table, execution_id=found[-36:]) for found in (searched, named)]
+        ones, twos = [await rows.of(table, execution_id=uuid_of(found)) for found in (searched, named)]
         assert sorted(map(str, map(shared, ones))) == sorted(map(str, map(shared, twos))), table
     held_one, held_two = [await claim_rows(rows, [found]) for found in (searched, named)]
     assert [each["expires_at"] for each in held_one.values()] == [each["expires_at"] for each in held_two.values()]

@@ -11,7 +11,7 @@ import pytest
 
 from engine.cases import SWEEPS_WHOLE, in_turn
 from engine.state import claim, ids, made, new
-from fixtures import Engines
+from fixtures import Engines, uuid_of
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -97,7 +97,7 @@ async def test_locked_rows_do_not_hide_other_queues(
     held = created[:40]
     async with connection.transaction():
         await connection.execute(
-            "select from execution where execution_id = any($1::uuid[]) for update", [one[-36:] for one in held]
+            "select from execution where execution_id = any($1::uuid[]) for update", [uuid_of(one) for one in held]
         )
         assert ids(await claim(engine, limit=50)) == created[40:90]
         assert searches == {"claim_by_route": 1}

@@ -1,4 +1,4 @@
-"""Claims of a named execution: with a grant, and for an operator."""
+"""Claims of one execution by its id: with a grant, and for an operator."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from engine.cases import Cases, in_turn
-from engine.grants import claim_named, grant, granted, register_workers, resumable, worker
+from engine.grants import claim_granted, grant_for_worker, issue_grant, register_workers, resumable, worker
 from engine.state import ACTIVE, attempts, event_texts, refused, vector
 from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
@@ -38,9 +38,9 @@ async def engine(engine: Engine) -> Engine:
 
 async def test_a_claim_turns_a_grant_into_a_lease(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     waiting = await given.created(tags={"a.b": "c"}, payload_encoding="json", priority=7)
-    await grant(engine, waiting)
+    await issue_grant(engine, waiting)
     now = await clock.advance(seconds=1)
-    claimed = await claim_named(
+    claimed = await claim_granted(
         engine,
         waiting,
         lease_ttl_ms=9000,
@@ -82,8 +82,8 @@ async def test_omitted_arguments_are_minted_or_come_from_the_policy(
     now = await clock.now()
     policy = {"timeout_policy": {"attempt_timeout_ms": 4000, "execution_deadline_ms": 50_000}}
     waiting = await given.created(policy=policy)
-    await grant(engine, waiting)
-    claimed = await claim_named(engine, waiting, execution_deadline_at=0)
+    await issue_grant(engine, waiting)
+    claimed = await claim_granted(engine, waiting, execution_deadline_at=0)
     row = await rows.execution(waiting)
     assert (row["attempt_timeout_at"], row["deadline_at"]) == (now + 4000, now + 50_000)
     assert (claimed.attempt_timeout_ms, claimed.execution_deadline_at) == (4000, now + 50_000)
@@ -91,8 +91,8 @@ async def test_omitted_arguments_are_minted_or_come_from_the_policy(
     assert row["lease_id"] == row["attempt_id"] == claimed.attempt_id
     assert UUID(str(claimed.lease_id)).version == 7
     waiting = await given.created(policy={"timeout_policy": {"attempt_timeout_ms": 4000}})
-    await grant(engine, waiting)
-    await claim_named(engine, waiting, attempt_timeout_ms=0)
+    await issue_grant(engine, waiting)
+    await claim_granted(engine, waiting, attempt_timeout_ms=0)
     assert (await rows.execution(waiting))["attempt_timeout_at"] is None, "0 means no timeout"
 
 
@@ -100,8 +100,8 @@ async def test_executions_may_share_ids_that_the_caller_chose(engine: Engine, gi
     handles = []
     for _ in range(3):
         waiting = await given.created()
-        await grant(engine, waiting)
-        handles.append((await claim_named(engine, waiting, lease_id=LEASE, attempt_id=ATTEMPT)).handle)
+        await issue_grant(engine, waiting)
+        handles.append((await claim_granted(engine, waiting, lease_id=LEASE, attempt_id=ATTEMPT)).handle)
     assert [type(one) for one in await engine.renew_many(handles)] == [Renewed] * 3
     completed = await engine.complete_many([(handle, None) for handle in handles])
     assert [type(one) for one in completed] == [Completed] * 3
@@ -111,8 +111,8 @@ async def test_a_retry_claimed_by_grant_is_a_retry(engine: Engine, given: Given,
     failed = await given.backing_off(delay_ms=10)
     await clock.advance(ms=10)
     await parts_of(engine).delays.promote_due()
-    await grant(engine, failed.execution_id)
-    claimed = await claim_named(engine, failed.execution_id)
+    await issue_grant(engine, failed.execution_id)
+    claimed = await claim_granted(engine, failed.execution_id)
     assert (claimed.attempt_type, claimed.attempt_index, claimed.retry_count) == (AttemptType.RETRY, 1, 1)
     _, running = await engine.list_attempts(failed.execution_id)
     assert (running.retry_reason, running.previous_attempt_index) == ("no luck", 0)
@@ -136,8 +136,8 @@ async def test_the_attempt_policy_is_that_of_the_claim_else_that_of_the_failure_
     )
     await clock.advance(ms=10)
     await parts_of(engine).delays.promote_due()
-    await grant(engine, handle.execution_id)
-    claimed = await claim_named(engine, handle.execution_id, attempt_policy_json=argument)
+    await issue_grant(engine, handle.execution_id)
+    claimed = await claim_granted(engine, handle.execution_id, attempt_policy_json=argument)
     await engine.complete(claimed.handle)
     policies = [attempt["policy"] for attempt in await attempts(rows, handle.execution_id)]
     assert [policy and json.loads(policy) for policy in policies] == [None, kept and {"of": kept}]
@@ -145,8 +145,8 @@ async def test_the_attempt_policy_is_that_of_the_claim_else_that_of_the_failure_
 
 async def test_a_grant_for_a_lost_lease_becomes_a_reclaimed_lease(engine: Engine, given: Given, rows: Rows) -> None:
     lost = await given.reclaimable()
-    await granted(engine)
-    claimed = await claim_named(engine, lost.execution_id, lease_id=LEASE, attempt_id=ATTEMPT)
+    await grant_for_worker(engine)
+    claimed = await claim_granted(engine, lost.execution_id, lease_id=LEASE, attempt_id=ATTEMPT)
     assert (claimed.handle.kind, claimed.attempt_type) == (HandleKind.RECLAIMED, AttemptType.RECLAIM)
     assert (str(claimed.lease_id), str(claimed.attempt_id), claimed.lease_epoch) == (LEASE, ATTEMPT, 2)
     assert (await rows.execution(lost.execution_id))["reclaim_count"] == 1
@@ -163,7 +163,7 @@ async def test_an_execution_that_is_not_claimable_is_not_leaseable(engine: Engin
         async with rows.unchanged():
             for state, one in made.items():
                 with cases(state):
-                    call = claim_named(engine, getattr(one, "execution_id", one), lane_id=state)
+                    call = claim_granted(engine, getattr(one, "execution_id", one), lane_id=state)
                     await refused(call, "execution_not_leaseable")
 
 
@@ -171,10 +171,10 @@ async def test_an_interrupted_attempt_must_use_claim_resumed_execution(
     engine: Engine, given: Given, rows: Rows
 ) -> None:
     parked = await resumable(given)
-    await grant(engine, parked)
+    await issue_grant(engine, parked)
     async with rows.unchanged():
-        await refused(claim_named(engine, parked), "use_claim_resumed_execution")
-        await refused(claim_named(engine, parked, "other"), "use_claim_resumed_execution")
+        await refused(claim_granted(engine, parked), "use_claim_resumed_execution")
+        await refused(claim_granted(engine, parked, "other"), "use_claim_resumed_execution")
 
 
 async def test_only_the_worker_with_the_grant_may_claim_from_any_of_its_processes(
@@ -182,11 +182,11 @@ async def test_only_the_worker_with_the_grant_may_claim_from_any_of_its_processe
 ) -> None:
     waiting = await given.created()
     async with rows.unchanged():
-        await refused(claim_named(engine, waiting), "invalid_claim_grant")
-    await grant(engine, waiting)
+        await refused(claim_granted(engine, waiting), "invalid_claim_grant")
+    await issue_grant(engine, waiting)
     async with rows.unchanged():
-        await refused(claim_named(engine, waiting, "other"), "invalid_claim_grant")
-    claimed = await claim_named(engine, waiting, worker_instance_id="pool-2")
+        await refused(claim_granted(engine, waiting, "other"), "invalid_claim_grant")
+    claimed = await claim_granted(engine, waiting, worker_instance_id="pool-2")
     assert claimed.handle.worker_instance_id == "pool-2"
 
 
@@ -194,32 +194,32 @@ async def test_only_the_granted_worker_learns_that_its_grant_expired_until_the_g
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     waiting, ungranted = await given.created(), await given.created()
-    await grant(engine, waiting)
+    await issue_grant(engine, waiting)
     await clock.advance(ms=5000)
     async with rows.unchanged():
-        await refused(claim_named(engine, waiting), "claim_grant_expired")
-        await refused(claim_named(engine, waiting, "other"), "invalid_claim_grant")
+        await refused(claim_granted(engine, waiting), "claim_grant_expired")
+        await refused(claim_granted(engine, waiting, "other"), "invalid_claim_grant")
     await clock.advance(ms=GRANT_MEMORY_MS - 1)
     async with rows.unchanged():
         await Reconciler(engine).catch_up()
-        await refused(claim_named(engine, waiting), "claim_grant_expired")
-        await refused(claim_named(engine, waiting, "other"), "invalid_claim_grant")
-        await refused(claim_named(engine, ungranted), "invalid_claim_grant")
+        await refused(claim_granted(engine, waiting), "claim_grant_expired")
+        await refused(claim_granted(engine, waiting, "other"), "invalid_claim_grant")
+        await refused(claim_granted(engine, ungranted), "invalid_claim_grant")
     await clock.advance(ms=1)
     await Reconciler(engine).catch_up()
     assert await rows.of("claim_grant") == []
     async with rows.unchanged():
         for worker_id in ("worker", "other"):
-            await refused(claim_named(engine, waiting, worker_id), "invalid_claim_grant")
-    await grant(engine, waiting, "other")
+            await refused(claim_granted(engine, waiting, worker_id), "invalid_claim_grant")
+    await issue_grant(engine, waiting, "other")
     async with rows.unchanged():
-        await refused(claim_named(engine, waiting), "invalid_claim_grant")
+        await refused(claim_granted(engine, waiting), "invalid_claim_grant")
 
 
 async def test_a_refused_claim_does_not_register_its_worker(engine: Engine, given: Given, rows: Rows) -> None:
     waiting, running = await given.created(lane_id="quiet"), await given.claimed()
     before = await rows.of("worker_identity")
-    granted_to_another: Any = (await grant(engine, await resumable(given), "worker")).grant
+    granted_to_another: Any = (await issue_grant(engine, await resumable(given), "worker")).grant
     token = ResumeToken(grant=granted_to_another.for_resume("default"), **NEW)
     for call in (
         engine.claim_execution(execution_id=waiting, lane_id="quiet", **NEW),
@@ -241,8 +241,8 @@ async def test_a_worker_has_one_number_however_often_it_claims(
     numbers = set()
     for one in (engine, engine, engine, other, other):
         waiting = await given.created()
-        await grant(one, waiting, "newcomer")
-        await claim_named(one, waiting, "newcomer")
+        await issue_grant(one, waiting, "newcomer")
+        await claim_granted(one, waiting, "newcomer")
         numbers.add((await rows.execution(waiting))["worker_no"])
     (identity,) = await rows.of("worker_identity", worker_id="newcomer")
     assert numbers == {identity["worker_no"]}
@@ -250,25 +250,25 @@ async def test_a_worker_has_one_number_however_often_it_claims(
 
 async def test_a_grant_is_used_once(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     waiting = await given.created(policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 1}}})
-    await grant(engine, waiting, grant_ttl_ms=60_000)
-    claimed = await claim_named(engine, waiting)
+    await issue_grant(engine, waiting, grant_ttl_ms=60_000)
+    claimed = await claim_granted(engine, waiting)
     await engine.fail(claimed.handle, reason="again")
     await clock.advance(ms=1)
     await parts_of(engine).delays.promote_due()
     async with rows.unchanged():
-        await refused(claim_named(engine, waiting), "invalid_claim_grant")
+        await refused(claim_granted(engine, waiting), "invalid_claim_grant")
 
 
 async def test_a_reclaim_grant_of_another_worker_or_an_expired_one_does_not_count(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     lost = await given.reclaimable()
-    await granted(engine, "other")
+    await grant_for_worker(engine, "other")
     async with rows.unchanged():
-        await refused(claim_named(engine, lost.execution_id), "execution_not_leaseable")
+        await refused(claim_granted(engine, lost.execution_id), "execution_not_leaseable")
     await clock.advance(ms=5000)
     async with rows.unchanged():
-        await refused(claim_named(engine, lost.execution_id, "other"), "execution_not_leaseable")
+        await refused(claim_granted(engine, lost.execution_id, "other"), "execution_not_leaseable")
 
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
@@ -295,13 +295,13 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
 
 async def test_malformed_arguments_of_a_claim_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     waiting = await given.created()
-    await grant(engine, waiting)
+    await issue_grant(engine, waiting)
     with Cases() as cases:
         async with rows.unchanged():
             for wrong, code in MALFORMED:
                 with cases(wrong):
                     await refused(engine.claim_execution(**{"execution_id": waiting, **worker(), **wrong}), code)
-    assert await claim_named(engine, waiting)
+    assert await claim_granted(engine, waiting)
 
 
 @pytest.mark.usefixtures("altered_rows")
@@ -312,7 +312,7 @@ async def test_a_running_attempt_on_a_row_that_waits_is_a_bug(
     await connection.execute("update execution set attempt_state = 'running_attempt'")
     async with rows.unchanged():
         for call in (
-            claim_named(engine, waiting),
+            claim_granted(engine, waiting),
             engine.issue_grant_and_claim(execution_id=waiting, lane_id="default", lease_duration_ms=1000),
         ):
             refusal = await refused(call, "active_attempt_exists")
@@ -388,7 +388,7 @@ async def test_an_operator_respects_grants_and_lanes(engine: Engine, given: Give
         await refused(operator_claim(engine, f"{{fp:86}}:{mint_uuid_texts(1)[0]}"), "execution_not_found")
     assert await operator_claim(engine, parked)
     await engine.set_lane_state("default", "active")
-    await grant(engine, waiting)
+    await issue_grant(engine, waiting)
     await engine.set_lane_state("default", "paused")
     async with rows.unchanged():
         await refused(operator_claim(engine, waiting), "grant_already_exists")

@@ -5,7 +5,7 @@ from typing import Any
 import asyncpg
 
 from engine.state import claim, ids, made, new
-from fixtures import Clock, Engines, Given, Rows
+from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import AttemptType, HandleKind
@@ -90,7 +90,7 @@ async def test_a_locked_row_does_not_hide_those_behind_it(
 ) -> None:
     held, behind = await made(engine, new(priority=5), new())
     async with connection.transaction():
-        await connection.execute("select from execution where execution_id = $1 for update", held[-36:])
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(held))
         assert ids(await claim(engine, limit=1)) == [behind]
     assert ids(await claim(engine, limit=1)) == [held]
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine.cases import SWEEPS_WHOLE, in_turn
 from engine.state import attempts, claim, ids, made, new
-from fixtures import Clock, Engines, Eventually, Given, Rows
+from fixtures import Clock, Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import HandleKind
@@ -43,7 +43,7 @@ async def test_a_locked_row_does_not_hide_those_of_other_queues(
 ) -> None:
     held_id, free_id = await made(engine, new(**held), new(**free))
     async with connection.transaction():
-        await connection.execute("select from execution where execution_id = $1 for update", held_id[-36:])
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(held_id))
         assert ids(await search(engine)) == [free_id]
     assert ids(await search(engine)) == [held_id]
 

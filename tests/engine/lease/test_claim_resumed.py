@@ -1,4 +1,4 @@
-"""Claims that resume an interrupted attempt: by name without a grant, or with a resume grant."""
+"""Claims that resume an interrupted attempt: by id without a grant, or with a resume grant."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import asyncpg
 import pytest
 
 from engine.cases import Cases, in_turn
-from engine.grants import claim_resumed, grant, register_workers, resumable
+from engine.grants import claim_resumed, issue_grant, register_workers, resumable
 from engine.state import ACTIVE, event_texts, refused, vector
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.engine.parts import parts_of
@@ -104,7 +104,7 @@ async def test_a_grant_of_another_worker_blocks_the_claim_until_it_expires(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     parked = await resumable(given)
-    await grant(engine, parked, "other")
+    await issue_grant(engine, parked, "other")
     async with rows.unchanged():
         await refused(claim_resumed(engine, parked), "invalid_claim_grant")
     await clock.advance(ms=5000)
@@ -116,12 +116,12 @@ async def test_a_resumed_claim_checks_its_arguments_and_consumes_a_matching_gran
     engine: Engine, given: Given, rows: Rows
 ) -> None:
     parked = await resumable(given)
-    await grant(engine, parked)
+    await issue_grant(engine, parked)
     async with rows.unchanged():
         await refused(claim_resumed(engine, parked, lane_id="mail"), "invalid_input", "default")
         await refused(claim_resumed(engine, parked, remaining_attempt_timeout_ms=-1), "invalid_input")
         await refused(claim_resumed(engine, parked, lease_ttl_ms=0), "invalid_input")
-        await refused(claim_resumed(engine, "{fp:999}:" + parked[-36:]), "invalid_input")
+        await refused(claim_resumed(engine, "{fp:999}:" + uuid_of(parked)), "invalid_input")
     assert await claim_resumed(engine, parked)
     assert await rows.of("claim_grant") == []
     assert (await rows.execution(parked))["granted_until"] is None
@@ -146,7 +146,7 @@ async def test_a_resume_grant_returns_the_handle_of_the_attempt(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     parked = await resumable(given)
-    answer = await grant(engine, parked)
+    answer = await issue_grant(engine, parked)
     now = await clock.advance(ms=100)
     # Any process of the worker may present the grant.
     handle = await engine.claim_from_resume_grant(token(answer, worker_instance_id="pool-9"))
@@ -161,8 +161,8 @@ async def test_a_resume_grant_returns_the_handle_of_the_attempt(
 
 async def test_an_invalid_resume_grant_is_refused(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     parked = await resumable(given)
-    answer = await grant(engine, parked)
-    other = await grant(engine, await resumable(given))
+    answer = await issue_grant(engine, parked)
+    other = await issue_grant(engine, await resumable(given))
     key = answer.grant.grant_key
     cases = {
         "Malformed": token(answer, grant_key=key[:-1]),
@@ -186,14 +186,14 @@ async def test_a_purged_resume_grant_is_reported_as_expired_until_the_next_is_is
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     parked = await resumable(given)
-    first = await grant(engine, parked, grant_ttl_ms=1000)
+    first = await issue_grant(engine, parked, grant_ttl_ms=1000)
     await clock.advance(ms=1000 + GRANT_MEMORY_MS)
     assert await parts_of(engine).retention.purge_grants() == 1
     async with rows.unchanged():
         for instance in ("pool-1", "pool-2"):
             presented = token(first, worker_instance_id=instance)
             await refused(engine.claim_from_resume_grant(presented), "claim_grant_expired", "Expired")
-    second = await grant(engine, parked, grant_ttl_ms=1000)
+    second = await issue_grant(engine, parked, grant_ttl_ms=1000)
     await clock.advance(ms=1000 + GRANT_MEMORY_MS)
     assert await parts_of(engine).retention.purge_grants() == 1
     async with rows.unchanged():
@@ -204,7 +204,7 @@ async def test_a_purged_resume_grant_is_reported_as_expired_until_the_next_is_is
 async def test_a_resume_grant_counts_only_while_its_key_verifies(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
-    answer = await grant(engine, await resumable(given))
+    answer = await issue_grant(engine, await resumable(given))
     await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex="cd" * 32, grace_ms=1000)
     await clock.advance(ms=1001)
     async with rows.unchanged():
@@ -214,7 +214,7 @@ async def test_a_resume_grant_counts_only_while_its_key_verifies(
 async def test_a_signature_of_another_secret_is_refused(
     engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
-    answer = await grant(engine, await resumable(given))
+    answer = await issue_grant(engine, await resumable(given))
     await connection.execute("update signing_key set secret = sha256('another'), installed_at = installed_at + 1")
     async with rows.unchanged():
         await refused(engine.claim_from_resume_grant(token(answer)), "invalid_claim_grant", "SignatureMismatch")
@@ -225,11 +225,11 @@ async def test_a_resume_grant_returns_nothing_once_the_attempt_cannot_be_resumed
     engine: Engine, given: Given, rows: Rows, after: str
 ) -> None:
     parked = await resumable(given)
-    answer = await grant(engine, parked)
+    answer = await issue_grant(engine, parked)
     if after == "cancelled":
         await engine.cancel_execution(execution_id=parked, reason="x")
     elif after == "waiting":
-        answer = await grant(engine, await given.created())
+        answer = await issue_grant(engine, await given.created())
     else:
         claimed = await claim_resumed(engine, parked)
         if after == "completed":

@@ -3,7 +3,7 @@
 from typing import Any
 
 from engine.cases import in_turn
-from engine.state import COMPLETED, attempts, claim, event_texts, kept_until, lease_left, refused, vector
+from engine.state import COMPLETED, attempts, claim, event_texts, kept_until, lease_fields, refused, vector
 from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
@@ -42,7 +42,7 @@ async def test_a_completed_run_ends_its_execution(
     assert {row[stamp] for stamp in ("completed_at", "last_transition_at", "last_mutation_at")} == {now}
     assert (row["started_at"], await kept_until(rows, claimed.execution_id)) == (began, now + RETAINED_MS)
     assert (row["lease_epoch"], row["attempt_id"], row["attempt_count"]) == (1, claimed.attempt_id, 1)
-    assert (row["attempt_timeout_at"], row["delay_until"], lease_left(row)) == (None, None, {})
+    assert (row["attempt_timeout_at"], row["delay_until"], lease_fields(row)) == (None, None, {})
     assert (await rows.of("timer"), await rows.of("ready"), await rows.of("listed")) == ([], [], [])
     assert (row["blocking_detail"], row["failure_reason"], row["cancelled_by"]) == (None, None, None)
     (attempt,) = await attempts(rows, claimed.execution_id)

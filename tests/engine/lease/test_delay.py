@@ -18,11 +18,11 @@ from engine.state import (
     attempts,
     claim,
     event_texts,
-    lease_left,
+    lease_fields,
     refused,
     vector,
 )
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
@@ -65,7 +65,7 @@ async def test_a_delay_gives_up_the_lease_and_keeps_the_attempt(
     assert (row["delay_until"], row["blocking_detail"]) == (now + 60_000, f"delayed until {now + 60_000}")
     assert await rows.timers(claimed.execution_id) == {"delay": now + 60_000, "deadline": began + 3_600_000}
     assert (row["attempt_id"], row["attempt_count"], row["deadline_at"]) == (claimed.attempt_id, 1, began + 3_600_000)
-    assert (row["lease_epoch"], row["retry_count"], row["completed_at"], lease_left(row)) == (1, 0, None, {})
+    assert (row["lease_epoch"], row["retry_count"], row["completed_at"], lease_fields(row)) == (1, 0, None, {})
     assert {row[stamp] for stamp in ("last_transition_at", "last_mutation_at")} == {now}
     assert row["started_at"] == began
     (attempt,) = await attempts(rows, claimed.execution_id)
@@ -77,7 +77,7 @@ async def test_a_delay_gives_up_the_lease_and_keeps_the_attempt(
     assert await event_texts(rows, claimed.execution_id) == ["acquired", "released worker_delay"]
     event = (await rows.events(claimed.execution_id))[1]
     assert (event["lease_id"], event["attempt_index"], event["instance_tag"]) == (claimed.lease_id, 0, "i-1")
-    (shown,) = await rows.of("attempt_all", execution_id=claimed.execution_id[-36:])
+    (shown,) = await rows.of("attempt_all", execution_id=uuid_of(claimed.execution_id))
     assert shown["attempt_state"] == "suspended"
 
 
@@ -89,7 +89,7 @@ async def test_wait_children_without_children_is_resumable_at_once(
     await engine.wait_children(claimed.handle)
     row = await rows.execution(claimed.execution_id)
     assert vector(row) == RESUMABLE
-    assert (row["delay_until"], row["blocking_detail"], lease_left(row)) == (None, None, {})
+    assert (row["delay_until"], row["blocking_detail"], lease_fields(row)) == (None, None, {})
     assert (row["attempt_id"], row["attempt_count"]) == (claimed.attempt_id, 1)
     assert (await rows.of("timer"), len(await rows.of("ready"))) == ([], 1)
     (listed,) = await rows.of("listed")
@@ -107,7 +107,7 @@ async def test_a_run_handed_back_is_claimable_at_once(engine: Engine, given: Giv
     now = await clock.advance(seconds=1)
     await engine.hand_back(claimed.handle)
     row = await rows.execution(claimed.execution_id)
-    assert (vector(row), row["blocking_detail"], lease_left(row)) == (RESUMABLE, None, {})
+    assert (vector(row), row["blocking_detail"], lease_fields(row)) == (RESUMABLE, None, {})
     assert (row["retry_count"], row["reclaim_count"], row["remaining_attempt_timeout_ms"]) == (0, 0, 9000)
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", "handed_back")
@@ -178,7 +178,7 @@ async def test_the_next_claim_resumes_the_same_attempt(
     assert (row["delay_until"], await rows.of("timer"), await rows.of("ready")) == (None, [], [])
     assert await rows.of("listed") == []
     assert (await event_texts(rows, first.execution_id))[2:] == ["acquired claim_resumed"]
-    (shown,) = await rows.of("attempt_all", execution_id=first.execution_id[-36:])
+    (shown,) = await rows.of("attempt_all", execution_id=uuid_of(first.execution_id))
     assert (shown["attempt_state"], shown["started_at"], shown["resumed_at"]) == ("started", began, now)
     assert (shown["suspended_at"], shown["suspension_marker"]) == (parked_at, None)
     assert (shown["lease_id"], shown["lease_epoch"]) == (again.lease_id, 2)
@@ -265,7 +265,7 @@ async def test_a_resumed_run_completes(engine: Engine, given: Given, rows: Rows,
     else:
         await engine.complete(again.handle, b"done")
     row = await rows.execution(handle.execution_id)
-    assert (vector(row), lease_left(row)) == (COMPLETED, {})
+    assert (vector(row), lease_fields(row)) == (COMPLETED, {})
     (attempt,) = await attempts(rows, handle.execution_id)
     assert (attempt["attempt_state"], row["result_payload"]) == ("ended_success", b"done")
     assert (attempt["started_at"], attempt["resumed_at"], attempt["ended_at"]) == (began, began, now)

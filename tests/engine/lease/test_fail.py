@@ -9,8 +9,8 @@ from engine.state import (
     attempts,
     claim,
     event_texts,
-    lease_left,
-    pending,
+    lease_fields,
+    pending_fields,
     refused,
     vector,
 )
@@ -39,7 +39,7 @@ async def test_a_failure_with_no_retry_left_ends_the_execution(
     assert vector(row) == FAILED
     assert {row[stamp] for stamp in ("completed_at", "last_transition_at", "last_mutation_at")} == {now}
     assert (row["failure_reason"], row["retry_count"], row["delay_until"]) == ("disk full", 0, None)
-    assert (row["lease_epoch"], row["attempt_id"], lease_left(row)) == (1, claimed.attempt_id, {})
+    assert (row["lease_epoch"], row["attempt_id"], lease_fields(row)) == (1, claimed.attempt_id, {})
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["failure_reason"], attempt["failure_category"]) == (
         "ended_failure",
@@ -65,10 +65,10 @@ async def test_a_failure_with_a_retry_left_waits_for_its_backoff(
     assert row["blocking_detail"] == f"retry backoff until {now + 1000} (attempt 0 failed: busy)"
     assert (row["delay_until"], row["retry_count"], row["failure_reason"]) == (now + 1000, 1, "busy")
     assert (await rows.timers(claimed.execution_id), await rows.of("ready")) == ({"delay": now + 1000}, [])
-    assert await pending(engine, claimed.execution_id) == {"retry_reason": "busy", "previous_attempt_index": "0"}
+    assert await pending_fields(engine, claimed.execution_id) == {"retry_reason": "busy", "previous_attempt_index": "0"}
     assert (row["attempt_id"], row["lease_epoch"], row["attempt_count"]) == (None, 1, 1)
     assert (row["completed_at"], row["last_transition_at"], row["last_mutation_at"]) == (None, now, now)
-    assert lease_left(row) == {}
+    assert lease_fields(row) == {}
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["attempt_id"]) == ("ended_failure", claimed.attempt_id)
     assert await event_texts(rows, claimed.execution_id) == ["acquired", "released failed_retry_scheduled"]

@@ -11,8 +11,8 @@ import pytest
 from creates import new
 from engine.cases import in_turn
 from engine.state import claim
-from engine.waits import suspended, triple
-from fixtures import Clock, Given, Rows
+from engine.waits import suspend_run, triple
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -88,7 +88,7 @@ async def test_a_failure_without_an_exception_stores_what_it_was_given(
     ended = await engine.wait_for_ending(handle.execution_id, timeout=60)
     assert (ended.reason, ended.error_type, ended.traceback) == ("broken", None, None)
     once = await given.failed()
-    assert await rows.of("attempt", execution_id=once[-36:]) == []
+    assert await rows.of("attempt", execution_id=uuid_of(once)) == []
     for reason in (FailureReason("x", error_type="KeyError"), FailureReason("x", traceback="Traceback\n")):
         handle = await given.claimed()
         await engine.fail(handle, reason=reason)
@@ -140,7 +140,7 @@ async def test_a_resumed_attempt_stores_its_exception_and_keeps_its_history(
     engine: Engine, given: Given, policy: Any
 ) -> None:
     handle = await given.claimed(policy=policy)
-    await suspended(engine, handle)
+    await suspend_run(engine, handle)
     await engine.resume_execution(execution_id=handle.execution_id)
     resumed = await given.claim()
     (before,) = await engine.list_attempts(handle.execution_id)

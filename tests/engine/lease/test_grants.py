@@ -12,17 +12,17 @@ from engine.cases import Cases, in_turn
 from engine.grants import (
     KID,
     SECRET,
-    claim_named,
+    claim_granted,
     claim_resumed,
-    grant,
-    granted,
-    reclaim_grant,
+    grant_for_worker,
+    issue_grant,
+    issue_reclaim_grant,
     register_workers,
     resumable,
     worker,
 )
 from engine.state import ACTIVE, FAILED, WAITING, claim, ids, refused, vector
-from fixtures import Clock, Engines, Given, Rows
+from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
@@ -51,7 +51,7 @@ def expected_key(execution_id: str, expires_at: int, name: str = "pool", *, recl
     return f"pg:{'reclaim:' if reclaim else ''}{execution_id}:{expires_at}:{KID}:{digest}"
 
 
-# Issuing by name.
+# Issuing for an execution id.
 
 
 async def test_a_grant_is_signed_and_stored_and_keeps_the_state(
@@ -110,17 +110,17 @@ async def test_a_grant_lives_one_millisecond_to_a_minute_by_default_five_seconds
             wrong: tuple[Any, ...] = (0, -1, 60_001, 1.5, None, "5", True)
             for ttl in wrong:
                 for call in (
-                    grant(engine, waiting, grant_ttl_ms=ttl),
+                    issue_grant(engine, waiting, grant_ttl_ms=ttl),
                     engine.claim_for_worker(**worker(), grant_ttl_ms=ttl),
-                    reclaim_grant(engine, lost.execution_id, lane_id="lost", grant_ttl_ms=ttl),
+                    issue_reclaim_grant(engine, lost.execution_id, lane_id="lost", grant_ttl_ms=ttl),
                 ):
                     with cases(ttl):
                         await refused(call, "invalid_input", "grant_ttl_ms")
     for good in (1, 60_000):
-        assert await grant(engine, await given.created(), grant_ttl_ms=good)
+        assert await issue_grant(engine, await given.created(), grant_ttl_ms=good)
     now = await clock.now()
-    assert (await granted(engine)).grant.expires_at_ms == now + 5000
-    assert (await grant(engine, await given.created())).grant.expires_at_ms == now + 5000
+    assert (await grant_for_worker(engine)).grant.expires_at_ms == now + 5000
+    assert (await issue_grant(engine, await given.created())).grant.expires_at_ms == now + 5000
 
 
 MALFORMED: list[dict[str, Any]] = [
@@ -151,20 +151,20 @@ async def test_malformed_arguments_are_refused(engine: Engine, given: Given, row
                     await refused(named, "invalid_input")
             for capabilities in MALFORMED_CAPABILITIES:
                 for call in (
-                    grant(engine, waiting, worker_capabilities=capabilities),
+                    issue_grant(engine, waiting, worker_capabilities=capabilities),
                     engine.claim_for_worker(**worker(), worker_capabilities=capabilities),
-                    reclaim_grant(engine, lost.execution_id, lane_id="lost", worker_capabilities=capabilities),
+                    issue_reclaim_grant(engine, lost.execution_id, lane_id="lost", worker_capabilities=capabilities),
                 ):
                     with cases(capabilities):
                         await refused(call, "invalid_capabilities", "worker:")
-    assert await grant(engine, waiting)
+    assert await issue_grant(engine, waiting)
 
 
 async def test_an_unknown_execution_is_not_found(engine: Engine, rows: Rows) -> None:
     absent = f"{{fp:86}}:{mint_uuid_texts(1)[0]}"
     async with rows.unchanged():
-        await refused(grant(engine, absent), "execution_not_found")
-        await refused(claim_named(engine, absent), "execution_not_found")
+        await refused(issue_grant(engine, absent), "execution_not_found")
+        await refused(claim_granted(engine, absent), "execution_not_found")
         await refused(claim_resumed(engine, absent), "execution_not_found")
 
 
@@ -175,17 +175,17 @@ async def test_only_claimable_executions_are_granted(engine: Engine, given: Give
         async with rows.unchanged():
             for state, one in made.items():
                 with cases(state):
-                    call = grant(engine, getattr(one, "execution_id", one), lane_id=state)
+                    call = issue_grant(engine, getattr(one, "execution_id", one), lane_id=state)
                     await refused(call, "execution_not_eligible")
-    assert await grant(engine, await resumable(given))
+    assert await issue_grant(engine, await resumable(given))
 
 
 async def test_a_live_grant_keeps_all_others_out(engine: Engine, given: Given, rows: Rows) -> None:
     waiting = await given.created()
-    await grant(engine, waiting)
+    await issue_grant(engine, waiting)
     async with rows.unchanged():
         for name in ("pool", "other"):
-            await refused(grant(engine, waiting, name), "grant_already_exists")
+            await refused(issue_grant(engine, waiting, name), "grant_already_exists")
             assert await engine.claim_for_worker(**worker(name)) == NoWork()
         assert await claim(engine) == []
         assert await engine.scan_eligible_executions(lane_id="default") == []
@@ -196,11 +196,11 @@ async def test_a_paused_or_disabled_lane_grants_nothing(engine: Engine, given: G
     waiting = await given.created()
     await engine.set_lane_state("default", state)
     async with rows.unchanged():
-        await refused(grant(engine, waiting), "execution_not_in_eligible_set", state)
+        await refused(issue_grant(engine, waiting), "execution_not_in_eligible_set", state)
         assert await engine.claim_for_worker(**worker()) == NoWork()
         assert await engine.scan_eligible_executions(lane_id="default") == []
     await engine.set_lane_state("default", "draining")
-    assert await grant(engine, waiting)
+    assert await issue_grant(engine, waiting)
 
 
 async def test_a_missing_capability_is_named_and_recorded(
@@ -209,15 +209,15 @@ async def test_a_missing_capability_is_named_and_recorded(
     waiting = await given.created(policy=GPU)
     before = await rows.execution(waiting)
     now = await clock.advance(seconds=1)
-    refusal = await refused(grant(engine, waiting, worker_capabilities=["disk"]), "capability_mismatch")
+    refusal = await refused(issue_grant(engine, waiting, worker_capabilities=["disk"]), "capability_mismatch")
     assert (refusal.detail, refusal.retryable) == ("cuda,gpu", True)
     row = await rows.execution(waiting)
     changed = {name: row[name] for name in row if row[name] != before[name]}
     assert changed == {"last_capability_mismatch_at": now, "last_mutation_at": now}
     assert await rows.of("claim_grant") == []
-    refusal = await refused(grant(engine, waiting, worker_capabilities=["gpu"]), "capability_mismatch")
+    refusal = await refused(issue_grant(engine, waiting, worker_capabilities=["gpu"]), "capability_mismatch")
     assert refusal.detail == "cuda"
-    assert await grant(engine, waiting, worker_capabilities=["gpu", "cuda", "disk"])
+    assert await issue_grant(engine, waiting, worker_capabilities=["gpu", "cuda", "disk"])
 
 
 async def test_refusals_have_a_fixed_order(engine: Engine, given: Given, rows: Rows) -> None:
@@ -225,15 +225,15 @@ async def test_refusals_have_a_fixed_order(engine: Engine, given: Given, rows: R
     bad: dict[str, Any] = {"worker_capabilities": ["a b"]}
     await engine.set_lane_state("default", "paused")
     async with rows.unchanged():
-        await refused(grant(engine, waiting, **bad), "execution_not_in_eligible_set")
+        await refused(issue_grant(engine, waiting, **bad), "execution_not_in_eligible_set")
     await engine.set_lane_state("default", "active")
-    await grant(engine, waiting, worker_capabilities=["gpu", "cuda"])
+    await issue_grant(engine, waiting, worker_capabilities=["gpu", "cuda"])
     await engine.set_lane_state("default", "paused")
     async with rows.unchanged():
-        await refused(grant(engine, waiting, **bad), "grant_already_exists")
+        await refused(issue_grant(engine, waiting, **bad), "grant_already_exists")
     await engine.cancel_execution(execution_id=waiting, reason="x")
     async with rows.unchanged():
-        await refused(grant(engine, waiting, **bad), "execution_not_eligible")
+        await refused(issue_grant(engine, waiting, **bad), "execution_not_eligible")
 
 
 async def test_without_a_signing_key_there_are_no_grants(
@@ -243,31 +243,31 @@ async def test_without_a_signing_key_there_are_no_grants(
     lost = await given.reclaimable(lane_id="lost")
     async with rows.unchanged(without=["claim"]):
         for one in (keyless, engine):
-            await refused(grant(one, waiting), "hmac_secret_not_initialized")
+            await refused(issue_grant(one, waiting), "hmac_secret_not_initialized")
             await refused(one.claim_for_worker(**worker()), "hmac_secret_not_initialized")
-            await refused(reclaim_grant(one, lost.execution_id, lane_id="lost"), "hmac_secret_not_initialized")
+            await refused(issue_reclaim_grant(one, lost.execution_id, lane_id="lost"), "hmac_secret_not_initialized")
 
 
 async def test_the_next_grant_uses_a_key_rotated_by_another_process(
     engine: Engine, engines: Engines, given: Given
 ) -> None:
     other = await engines()
-    await grant(engine, await given.created())
+    await issue_grant(engine, await given.created())
     await other.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex="cd" * 32, grace_ms=0)
-    key = (await grant(engine, await given.created())).grant.grant_key
+    key = (await issue_grant(engine, await given.created())).grant.grant_key
     assert key.split(":")[-2] == "k2"
 
 
 async def test_a_pool_of_one_connection_is_enough(engine: Engine, engines: Engines, given: Given, clock: Clock) -> None:
     small = await engines(database_pool_size=1)
     waiting = await given.created()
-    await grant(small, waiting, "new")
-    await claim_named(small, waiting, "new", lease_ttl_ms=1)
+    await issue_grant(small, waiting, "new")
+    await claim_granted(small, waiting, "new", lease_ttl_ms=1)
     await clock.advance(ms=1)
-    await reclaim_grant(small, waiting, "newer")
+    await issue_reclaim_grant(small, waiting, "newer")
     assert await small.reclaim_execution(execution_id=waiting, **worker("newer"))
     await given.created()
-    assert await granted(small, "newest")
+    assert await grant_for_worker(small, "newest")
 
 
 # Ending.
@@ -277,7 +277,7 @@ async def test_an_expired_grant_no_longer_keeps_others_out(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     waiting = await given.created()
-    await grant(engine, waiting, grant_ttl_ms=1000)
+    await issue_grant(engine, waiting, grant_ttl_ms=1000)
     await clock.advance(ms=999)
     assert await claim(engine) == []
     await clock.advance(ms=1)
@@ -287,18 +287,18 @@ async def test_an_expired_grant_no_longer_keeps_others_out(
     row = await rows.execution(waiting)
     assert (vector(row), row["granted_until"]) == (ACTIVE, None)
     waiting = await given.created()
-    await granted(engine)
+    await grant_for_worker(engine)
     await clock.advance(ms=5000)
-    assert (await granted(engine, "other")).execution_id == waiting
+    assert (await grant_for_worker(engine, "other")).execution_id == waiting
 
 
 async def test_an_expired_grant_is_overwritten_by_the_next(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     waiting = await given.created()
-    await grant(engine, waiting, capability_hash="old", route_snapshot_json="1")
+    await issue_grant(engine, waiting, capability_hash="old", route_snapshot_json="1")
     now = await clock.advance(ms=5000)
-    answer = await grant(engine, waiting, "other")
+    answer = await issue_grant(engine, waiting, "other")
     (stored,) = await rows.of("claim_grant")
     assert (stored["worker_id"], stored["capability_hash"], stored["route_snapshot"]) == ("other", None, None)
     assert stored["grant_id"] == hashlib.sha256(expected_key(waiting, now + 5000, "other").encode()).digest()
@@ -308,13 +308,13 @@ async def test_an_expired_grant_is_overwritten_by_the_next(
 async def test_a_sweep_deletes_only_grants_that_expired_long_ago(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
-    await grant(engine, await given.created(), grant_ttl_ms=1000)
+    await issue_grant(engine, await given.created(), grant_ttl_ms=1000)
     live = await given.created()
-    await grant(engine, live, grant_ttl_ms=2000)
+    await issue_grant(engine, live, grant_ttl_ms=2000)
     await clock.advance(ms=1000 + GRANT_MEMORY_MS)
     assert await parts_of(engine).retention.purge_grants() == 1
     (left,) = await rows.of("claim_grant")
-    assert str(left["execution_id"]) == live[-36:]
+    assert str(left["execution_id"]) == uuid_of(live)
 
 
 # Searching.
@@ -326,19 +326,19 @@ async def test_a_search_skips_executions_beyond_the_capabilities_of_the_worker_a
     needy = await given.created(policy=GPU, priority=9)
     before = await rows.execution(needy)
     plain = await given.created()
-    assert (await granted(engine)).execution_id == plain
+    assert (await grant_for_worker(engine)).execution_id == plain
     assert await engine.claim_for_worker(**worker(), worker_capabilities=["gpu"]) == NoWork()
     assert await rows.execution(needy) == before
-    assert (await granted(engine, worker_capabilities=["cuda", "gpu"])).execution_id == needy
+    assert (await grant_for_worker(engine, worker_capabilities=["cuda", "gpu"])).execution_id == needy
 
 
 async def test_a_search_grants_the_best_of_several_queues(engine: Engine, given: Given) -> None:
     low, _, high = [await given.created(lane_id="one", priority=priority) for priority in (1, 0, 9)]
-    assert [(await granted(engine, lane_id="one")).execution_id for _ in range(2)] == [high, low]
+    assert [(await grant_for_worker(engine, lane_id="one")).execution_id for _ in range(2)] == [high, low]
     made = [
         await given.created(priority=priority, policy=GPU if priority % 2 else None) for priority in (3, 8, 5, 6, 7)
     ]
-    found = [(await granted(engine, worker_capabilities=["cuda", "gpu"])).execution_id for _ in made]
+    found = [(await grant_for_worker(engine, worker_capabilities=["cuda", "gpu"])).execution_id for _ in made]
     assert found == [made[at] for at in (1, 4, 3, 2, 0)]
     assert await engine.claim_for_worker(**worker(), worker_capabilities=["cuda", "gpu"]) == NoWork()
 
@@ -347,11 +347,11 @@ async def test_a_search_skips_locked_rows(engine: Engine, given: Given, connecti
     first, second = await given.created(priority=2), await given.created(priority=1)
     third = await given.created(policy=GPU)
     async with connection.transaction():
-        await connection.execute("select from execution where execution_id = $1 for update", first[-36:])
-        assert (await granted(engine, worker_capabilities=["cuda", "gpu"])).execution_id == second
-        assert (await granted(engine, worker_capabilities=["cuda", "gpu"])).execution_id == third
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(first))
+        assert (await grant_for_worker(engine, worker_capabilities=["cuda", "gpu"])).execution_id == second
+        assert (await grant_for_worker(engine, worker_capabilities=["cuda", "gpu"])).execution_id == third
         assert await engine.claim_for_worker(**worker()) == NoWork()
-    assert (await granted(engine)).execution_id == first
+    assert (await grant_for_worker(engine)).execution_id == first
 
 
 async def test_the_next_search_starts_after_the_last_grant(
@@ -360,7 +360,7 @@ async def test_the_next_search_starts_after_the_last_grant(
     monkeypatch.setattr(ScanWatermarks, "LIFE_SECONDS", 600.0)
     for _ in range(3):
         await given.created()
-    last = [(await granted(engine)).execution_id for _ in range(2)][-1]
+    last = [(await grant_for_worker(engine)).execution_id for _ in range(2)][-1]
     row = await rows.execution(last)
     (queue,) = await rows.of("queue", queue_no=row["queue_no"])
     watermarks = parts_of(engine).wakeups.watermarks.of_routes(Wanted.of(("default",), (), None, None))
@@ -380,7 +380,7 @@ async def test_a_search_grants_a_lost_lease_as_a_reclaim_grant(
 ) -> None:
     lost = await given.expired_lease(lease_ttl_ms=1000)
     now = await clock.now()
-    answer = await granted(engine)
+    answer = await grant_for_worker(engine)
     assert answer == Granted(
         execution_id=lost.execution_id,
         grant=ClaimGrant(
@@ -406,7 +406,7 @@ async def test_a_search_ends_executions_at_their_reclaim_limit_and_continues(
     await clock.advance(seconds=31)
     await parts_of(engine).lease_expiry.sweep()
     behind = await given.created()
-    assert (await granted(engine)).execution_id == behind
+    assert (await grant_for_worker(engine)).execution_id == behind
     for handle in capped:
         row = await rows.execution(handle.execution_id)
         assert (vector(row), row["failure_reason"]) == (FAILED, "max_reclaims_exceeded")
@@ -416,13 +416,13 @@ async def test_a_search_grants_resumable_and_elapsed_executions(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     parked = await resumable(given)
-    assert (await granted(engine)).execution_id == parked
+    assert (await grant_for_worker(engine)).execution_id == parked
     (stored,) = await rows.of("claim_grant")
     assert stored["kind"] == "claim"
     delayed = await given.delayed(seconds=10, lane_id="later")
     assert await engine.claim_for_worker(**worker(lane_id="later")) == NoWork()
     await clock.advance(seconds=10)
-    assert (await granted(engine, lane_id="later")).execution_id == delayed
+    assert (await grant_for_worker(engine, lane_id="later")).execution_id == delayed
 
 
 # Scanning.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.cases import in_turn
-from engine.waits import args
+from engine.waits import suspend_args
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
@@ -37,7 +37,7 @@ async def test_a_run_handed_back_has_not_waited_and_loses_time_only_if_it_was_st
 
 async def test_an_attempt_that_has_waited_still_has_after_a_hand_back(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
-    await engine.suspend(handle, args())
+    await engine.suspend(handle, suspend_args())
     await engine.resume_execution(execution_id=handle.execution_id)
     (run,) = await claim(engine)
     assert run.has_waited
@@ -48,7 +48,7 @@ async def test_an_attempt_that_has_waited_still_has_after_a_hand_back(engine: En
 
 async def test_the_next_attempt_has_not_waited(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed(policy={"retry_policy": {"max_retries": 1}})
-    await engine.suspend(handle, args())
+    await engine.suspend(handle, suspend_args())
     await engine.resume_execution(execution_id=handle.execution_id)
     (run,) = await claim(engine)
     await engine.fail(run.handle, reason="once")

@@ -17,12 +17,12 @@ from engine.state import (
     claim,
     event_texts,
     ids,
-    lease_left,
+    lease_fields,
     refused,
     revoke,
     vector,
 )
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.parts import parts_of
@@ -192,7 +192,7 @@ async def test_an_execution_at_its_reclaim_limit_fails(
     assert vector(row) == FAILED
     assert (row["failure_reason"], row["reclaim_count"]) == ("max_reclaims_exceeded", cap)
     assert (row["completed_at"], row["last_transition_at"], row["attempt_count"]) == (now, now, cap + 1)
-    assert (row["lease_epoch"], row["attempt_id"], lease_left(row)) == (cap + 1, last.attempt_id, {})
+    assert (row["lease_epoch"], row["attempt_id"], lease_fields(row)) == (cap + 1, last.attempt_id, {})
     ended = await attempts(rows, first.execution_id)
     assert [attempt["attempt_state"] for attempt in ended] == ["interrupted_reclaimed"] * (cap + 1)
     assert (ended[-1]["attempt_id"], ended[-1]["ended_at"]) == (last.attempt_id, now)
@@ -213,7 +213,7 @@ async def test_the_default_reclaim_limit_is_1000_without_a_policy_and_100_with_o
     below, at, granted = [await given.reclaimable(policy=policy, lane_id=lane) for lane in ("below", "at", "granted")]
     # Losing a real lease this often would take minutes.
     lost = "update execution set reclaim_count = $1 - (execution_id = $2)::int"
-    await connection.execute(lost, cap, below.execution_id[-36:])
+    await connection.execute(lost, cap, uuid_of(below.execution_id))
     assert ids(await claim(engine, "below")) == [below.execution_id]
     assert ids(await claim(engine, "at")) == []
     assert await engine.read_execution_state(at.execution_id) == "failed"
@@ -290,7 +290,7 @@ async def test_a_claim_returns_its_leases_even_if_the_search_for_more_fails(
     await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5)
     await parts_of(engine).lease_expiry.sweep()
     leased, poisoned = [await given.created() for _ in range(2)]
-    constraint = f"check (execution_id <> '{poisoned[-36:]}' or lifecycle_phase <> 'active')"
+    constraint = f"check (execution_id <> '{uuid_of(poisoned)}' or lifecycle_phase <> 'active')"
     await connection.execute(f"alter table execution add constraint none {constraint}")
     # The first statement passes the execution at its limit and leases one; the next statement fails.
     assert ids(await claim(engine, limit=2)) == [leased]
@@ -303,7 +303,7 @@ async def test_an_execution_that_cannot_be_ended_at_its_limit_does_not_block_the
 ) -> None:
     capped = [await given.expired_lease(policy={"max_reclaim_count": 0}) for _ in range(3)]
     await parts_of(engine).lease_expiry.sweep()
-    refused_one = f"(execution_id <> '{capped[1].execution_id[-36:]}' or terminal_outcome <> 'failed')"
+    refused_one = f"(execution_id <> '{uuid_of(capped[1].execution_id)}' or terminal_outcome <> 'failed')"
     await connection.execute(f"alter table execution add constraint none check {refused_one}")
     assert await claim(engine) == []
     states = [await engine.read_execution_state(handle.execution_id) for handle in capped]

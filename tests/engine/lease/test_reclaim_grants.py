@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from engine.cases import Cases, in_turn
-from engine.grants import claim_named, grant, reclaim, reclaim_grant, register_workers, worker
+from engine.grants import claim_granted, issue_grant, issue_reclaim_grant, reclaim, register_workers, worker
 from engine.lease.test_grants import expected_key
 from engine.state import (
     ACTIVE,
@@ -18,7 +18,7 @@ from engine.state import (
     claim,
     event_texts,
     ids,
-    lease_left,
+    lease_fields,
     refused,
     revoke,
     vector,
@@ -52,7 +52,7 @@ async def test_a_reclaim_grant_is_stored_and_does_not_change_the_state(
     lost = await given.reclaimable()
     before = await rows.execution(lost.execution_id)
     now = await clock.advance(ms=10)
-    answer = await reclaim_grant(engine, lost.execution_id, grant_ttl_ms=3000, worker_capabilities=("x",))
+    answer = await issue_reclaim_grant(engine, lost.execution_id, grant_ttl_ms=3000, worker_capabilities=("x",))
     key = expected_key(lost.execution_id, now + 3000, reclaim=True)
     assert answer == Granted(
         execution_id=lost.execution_id,
@@ -78,13 +78,13 @@ async def test_a_grant_is_issued_for_a_revoked_lease_and_for_an_expired_one_that
 ) -> None:
     revoked = await given.claimed(lane_id="revoked")
     await revoke(connection, revoked.execution_id)
-    assert isinstance(await reclaim_grant(engine, revoked.execution_id, lane_id="revoked"), Granted)
+    assert isinstance(await issue_reclaim_grant(engine, revoked.execution_id, lane_id="revoked"), Granted)
     lost = await given.claimed(lease_ttl_ms=1000)
     await clock.advance(ms=999)
     async with rows.unchanged():
-        assert isinstance(await reclaim_grant(engine, lost.execution_id), NotReclaimable)
+        assert isinstance(await issue_reclaim_grant(engine, lost.execution_id), NotReclaimable)
     now = await clock.advance(ms=1)
-    assert isinstance(await reclaim_grant(engine, lost.execution_id), Granted)
+    assert isinstance(await issue_reclaim_grant(engine, lost.execution_id), Granted)
     row = await rows.execution(lost.execution_id)
     assert (vector(row), row["lease_expired_at"]) == (EXPIRED_LEASE, now)
     assert await event_texts(rows, lost.execution_id) == ["acquired", "expired"]
@@ -97,13 +97,13 @@ async def test_an_execution_that_lost_no_lease_is_not_reclaimable(engine: Engine
     with Cases() as cases:
         async with rows.unchanged():
             for state, made in by_state.items():
-                for call in (reclaim_grant, reclaim):
+                for call in (issue_reclaim_grant, reclaim):
                     with cases(state):
                         execution_id = getattr(made, "execution_id", made)
                         answer = await call(engine, execution_id, lane_id=state)
                         assert isinstance(answer, NotReclaimable)
                         assert answer.execution_id == execution_id
-            await refused(reclaim_grant(engine, absent), "execution_not_found")
+            await refused(issue_reclaim_grant(engine, absent), "execution_not_found")
             await refused(reclaim(engine, absent), "execution_not_found")
 
 
@@ -111,14 +111,14 @@ async def test_a_live_reclaim_grant_keeps_others_out_until_it_expires(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     lost = await given.reclaimable()
-    await reclaim_grant(engine, lost.execution_id)
+    await issue_reclaim_grant(engine, lost.execution_id)
     # A claim also deletes the expired rows of the table `claim`.
     async with rows.unchanged(without=["claim"]):
-        await refused(reclaim_grant(engine, lost.execution_id, "other"), "grant_already_exists")
+        await refused(issue_reclaim_grant(engine, lost.execution_id, "other"), "grant_already_exists")
         assert await claim(engine) == []
-        await refused(claim_named(engine, lost.execution_id, "other"), "execution_not_leaseable")
+        await refused(claim_granted(engine, lost.execution_id, "other"), "execution_not_leaseable")
     await clock.advance(ms=5000)
-    assert isinstance(await reclaim_grant(engine, lost.execution_id, "other"), Granted)
+    assert isinstance(await issue_reclaim_grant(engine, lost.execution_id, "other"), Granted)
     await clock.advance(ms=5000)
     assert ids(await claim(engine)) == [lost.execution_id]
 
@@ -129,12 +129,14 @@ async def test_a_missing_capability_is_named_and_recorded(
     lost = await given.reclaimable(policy=GPU, capabilities=("gpu", "cuda"))
     before = await rows.execution(lost.execution_id)
     now = await clock.advance(ms=10)
-    answer = await reclaim_grant(engine, lost.execution_id, worker_capabilities=["gpu"])
+    answer = await issue_reclaim_grant(engine, lost.execution_id, worker_capabilities=["gpu"])
     assert answer == NotReclaimable(execution_id=lost.execution_id, detail="capability_mismatch: cuda")
     row = await rows.execution(lost.execution_id)
     changed = {name: row[name] for name in row if row[name] != before[name]}
     assert changed == {"last_capability_mismatch_at": now, "last_mutation_at": now}
-    assert isinstance(await reclaim_grant(engine, lost.execution_id, worker_capabilities=["gpu", "cuda"]), Granted)
+    assert isinstance(
+        await issue_reclaim_grant(engine, lost.execution_id, worker_capabilities=["gpu", "cuda"]), Granted
+    )
 
 
 async def test_a_request_at_the_reclaim_limit_ends_the_execution(
@@ -143,12 +145,12 @@ async def test_a_request_at_the_reclaim_limit_ends_the_execution(
     lost = await given.expired_lease(policy={"max_reclaim_count": 0, **GPU}, capabilities=("gpu", "cuda"))
     now = await clock.now()
     with caplog.at_level(logging.WARNING):
-        answer = await reclaim_grant(engine, lost.execution_id)
+        answer = await issue_reclaim_grant(engine, lost.execution_id)
     assert lost.execution_id in caplog.text
     assert answer == ReclaimCapExceeded(execution_id=lost.execution_id, reclaim_count=0)
     row = await rows.execution(lost.execution_id)
     assert (vector(row), row["failure_reason"], row["completed_at"]) == (FAILED, "max_reclaims_exceeded", now)
-    assert lease_left(row) == {}
+    assert lease_fields(row) == {}
     (attempt,) = await attempts(rows, lost.execution_id)
     assert attempt["attempt_state"] == "interrupted_reclaimed"
     assert await event_texts(rows, lost.execution_id) == [
@@ -158,7 +160,7 @@ async def test_a_request_at_the_reclaim_limit_ends_the_execution(
     ]
     assert await rows.of("claim_grant") == []
     async with rows.unchanged():
-        assert isinstance(await reclaim_grant(engine, lost.execution_id), NotReclaimable)
+        assert isinstance(await issue_reclaim_grant(engine, lost.execution_id), NotReclaimable)
 
 
 async def test_malformed_requests_for_a_grant_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
@@ -186,7 +188,7 @@ async def test_a_reclaim_starts_a_new_attempt_and_uses_up_the_grant(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     lost = await given.reclaimable(policy={"timeout_policy": {"attempt_timeout_ms": 10**6}})
-    await reclaim_grant(engine, lost.execution_id)
+    await issue_reclaim_grant(engine, lost.execution_id)
     now = await clock.advance(ms=10)
     claimed = await reclaim(
         engine,
@@ -233,7 +235,7 @@ async def test_reclaim_execution_needs_a_live_reclaim_grant(
     no_grant = GrantNotFound(execution_id=lost.execution_id)
     async with rows.unchanged():
         assert await reclaim(engine, lost.execution_id) == no_grant
-    await reclaim_grant(engine, lost.execution_id)
+    await issue_reclaim_grant(engine, lost.execution_id)
     async with rows.unchanged():
         await refused(reclaim(engine, lost.execution_id, "other"), "invalid_claim_grant")
         await refused(reclaim(engine, lost.execution_id, lane_id="mail"), "invalid_input")
@@ -253,7 +255,7 @@ async def test_an_expired_lease_that_is_not_marked_yet_has_no_grant(engine: Engi
 
 async def test_a_grant_can_be_used_only_once(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     lost = await given.reclaimable()
-    await reclaim_grant(engine, lost.execution_id, grant_ttl_ms=60_000)
+    await issue_reclaim_grant(engine, lost.execution_id, grant_ttl_ms=60_000)
     await reclaim(engine, lost.execution_id, lease_ttl_ms=1000)
     async with rows.unchanged():
         assert isinstance(await reclaim(engine, lost.execution_id), NotReclaimable)
@@ -270,7 +272,7 @@ async def test_reclaim_execution_accepts_a_reclaim_grant_from_claim_for_worker_b
     await engine.claim_for_worker(**worker())
     assert isinstance(await reclaim(engine, lost.execution_id), ClaimedExecution)
     waiting = await given.created()
-    await grant(engine, waiting)
+    await issue_grant(engine, waiting)
     async with rows.unchanged():
         assert isinstance(await reclaim(engine, waiting), NotReclaimable)
 
@@ -283,7 +285,7 @@ async def test_the_argument_max_reclaim_count_applies_only_to_an_execution_witho
     engine: Engine, given: Given, rows: Rows, policy: Any, max_reclaim_count: int | None, *, is_limited: bool
 ) -> None:
     lost = await given.reclaimable(policy=policy)
-    await reclaim_grant(engine, lost.execution_id)
+    await issue_reclaim_grant(engine, lost.execution_id)
     answer = await reclaim(engine, lost.execution_id, max_reclaim_count=max_reclaim_count)
     if not is_limited:
         assert isinstance(answer, ClaimedExecution)
@@ -309,7 +311,7 @@ async def test_every_hundredth_reclaim_logs_a_warning(
     with caplog.at_level(logging.WARNING):
         for count in (99, 100, 101):
             caplog.clear()
-            await reclaim_grant(engine, lost.execution_id)
+            await issue_reclaim_grant(engine, lost.execution_id)
             assert isinstance(await reclaim(engine, lost.execution_id, lease_ttl_ms=10), ClaimedExecution)
             if "was reclaimed 100 times" in caplog.text:
                 warned_at.append(count)

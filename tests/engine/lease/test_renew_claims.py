@@ -9,7 +9,7 @@ import pytest
 from engine.cases import Cases, in_turn
 from engine.state import (
     EXPIRED_LEASE,
-    FENCED,
+    FENCED_OPERATIONS,
     claim,
     claim_rows,
     event_texts,
@@ -19,8 +19,8 @@ from engine.state import (
     refused,
     vector,
 )
-from engine.waits import suspended
-from fixtures import Clock, Engines, Eventually, Given, Rows
+from engine.waits import suspend_run
+from fixtures import Clock, Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import expire
 from flowfabric.engine.parts import parts_of
@@ -197,7 +197,7 @@ async def test_a_run_claimed_again_is_not_renewed_with_its_first_claim(
 async def test_every_operation_is_allowed_under_a_renewed_lease(engine: Engine, clock: Clock) -> None:
     pairs = {
         (operation, is_whole): await claimed(engine, 2, lane_id=f"{operation}-{is_whole}")
-        for operation in (*FENCED, "suspend")
+        for operation in (*FENCED_OPERATIONS, "suspend")
         for is_whole in (True, False)
     }
     await clock.advance(ms=TTL_MS - 1)
@@ -210,11 +210,11 @@ async def test_every_operation_is_allowed_under_a_renewed_lease(engine: Engine, 
             operation, is_whole = case
             with cases(case):
                 if operation == "suspend":
-                    outcome = await suspended(engine, handle)
+                    outcome = await suspend_run(engine, handle)
                     state = await engine.read_execution_state(outcome.handle.execution_id)
                     assert state is PublicState.SUSPENDED
                 else:
-                    await FENCED[operation](engine, handle)
+                    await FENCED_OPERATIONS[operation](engine, handle)
                 if is_whole:
                     assert isinstance(await engine.renew(other), Renewed)
 
@@ -396,7 +396,7 @@ async def test_a_lease_with_a_locked_row_is_marked_by_a_later_sweep(
     await Reconciler(engine).catch_up()
     await clock.advance(ms=1)
     async with connection.transaction():
-        await connection.execute("select from execution where execution_id = $1 for update", named(handles)[0][-36:])
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(named(handles)[0]))
         assert await parts_of(engine).lease_expiry.sweep() == 2
         assert len(await claim_rows(rows)) == 1
         async with rows.unchanged(), asyncio.timeout(30):
@@ -420,7 +420,7 @@ async def test_claims_with_locked_rows_do_not_block_the_sweep(
     async with connection.transaction():
         await connection.execute(
             "select from execution where execution_id = any($1::uuid[]) for update",
-            [handle.execution_id[-36:] for handle in held],
+            [uuid_of(handle.execution_id) for handle in held],
         )
         assert await parts_of(engine).lease_expiry.sweep() == 1
         assert vector(await rows.execution(free.execution_id)) == EXPIRED_LEASE
@@ -435,7 +435,7 @@ async def test_leases_that_cannot_be_marked_do_not_block_the_sweep(
     mixed = await claimed(engine, 3, priority=1)
     stuck.append(mixed[1])
     (free,) = await claimed(engine, 1)
-    texts = ", ".join(f"'{handle.execution_id[-36:]}'" for handle in stuck)
+    texts = ", ".join(f"'{uuid_of(handle.execution_id)}'" for handle in stuck)
     rule = f"ownership_state <> 'lease_expired_reclaimable' or execution_id not in ({texts})"
     await connection.execute(f"alter table execution add constraint none check ({rule})")
     await Reconciler(engine).catch_up()

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.cases import in_turn
 from engine.state import claim, items, new, refused
-from fixtures import Clock, Engines, Given, Rows
+from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric import Fabric
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.engine import Engine
@@ -59,7 +59,7 @@ async def check_results(engine: Engine, rows: Rows, expected: Mapping[ExecutionI
     """Check that every reader returns each result, and that it is stored once, in the place for its size."""
     on_row = {str(row["execution_id"]): row["result_payload"] for row in await rows.of("execution")}
     apart = {str(row["execution_id"]): row["result_payload"] for row in await rows.of("execution_result")}
-    results = {execution_id[-36:]: given for execution_id, given in expected.items()}
+    results = {uuid_of(execution_id): given for execution_id, given in expected.items()}
     assert apart == {uuid: given for uuid, given in results.items() if given is not None and len(given) > 256}
     assert {uuid: on_row[uuid] for uuid in results} == {
         uuid: None if uuid in apart else given for uuid, given in results.items()

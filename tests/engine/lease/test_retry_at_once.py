@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.cases import in_turn
-from engine.state import RETRYABLE, attempts, claim, event_texts, lease_left, pending, vector
+from engine.state import RETRYABLE, attempts, claim, event_texts, lease_fields, pending_fields, vector
 from engine.waits import triple
 from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.engine.engine import Engine
@@ -68,8 +68,8 @@ async def test_a_retry_without_a_pause_is_claimable_at_once(
     assert (await rows.of("timer"), len(await rows.of("ready"))) == ([], 1)
     assert (row["retry_count"], row["attempt_id"]) == (1, None)
     reason = "no luck" if how.startswith("fail") else "attempt_timeout"
-    assert (row["failure_reason"], lease_left(row)) == (reason, {})
-    assert await pending(engine, handle.execution_id) == {"retry_reason": reason, "previous_attempt_index": "0"}
+    assert (row["failure_reason"], lease_fields(row)) == (reason, {})
+    assert await pending_fields(engine, handle.execution_id) == {"retry_reason": reason, "previous_attempt_index": "0"}
     assert row["last_transition_at"] == now
     released = "failed_retry_scheduled" if how.startswith("fail") else "expired:attempt_timeout"
     assert await event_texts(rows, handle.execution_id) == ["acquired", f"released {released}"]

@@ -16,12 +16,12 @@ from engine.state import (
     attempts,
     claim,
     event_texts,
-    lease_left,
+    lease_fields,
     refused,
     revoke,
     vector,
 )
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ContentionError, InvalidInputError, NotFoundError, StateError
 from flowfabric.model.handle import Handle
@@ -68,7 +68,7 @@ async def test_complete_execution_ends_a_run_like_complete(
     )
     assert done == Completed(execution_id=claimed.execution_id, public_state=PublicState.COMPLETED)
     row = await rows.execution(claimed.execution_id)
-    assert (vector(row), lease_left(row)) == (COMPLETED, {})
+    assert (vector(row), lease_fields(row)) == (COMPLETED, {})
     assert {row[stamp] for stamp in ("completed_at", "last_transition_at", "last_mutation_at")} == {now}
     assert (row["lease_epoch"], row["attempt_id"]) == (1, claimed.attempt_id)
     (attempt,) = await attempts(rows, claimed.execution_id)
@@ -344,7 +344,7 @@ async def test_each_part_of_the_fence_must_match(engine: Engine, given: Given, r
         {"attempt_index": 1},
         {"attempt_index": 2**31 - 1},
     ]
-    absent = f"{{fp:1}}:{handle.execution_id[-36:]}"
+    absent = f"{{fp:1}}:{uuid_of(handle.execution_id)}"
     with Cases() as cases:
         async with rows.unchanged():
             for operation, call in SERVICES.items():
@@ -411,7 +411,7 @@ async def test_a_lease_expires_exactly_at_its_expiry(
 
 async def test_arguments_out_of_range_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
-    beyond = f"{{fp:32768}}:{handle.execution_id[-36:]}"
+    beyond = f"{{fp:32768}}:{uuid_of(handle.execution_id)}"
     wrong: list[dict[str, Any]] = [
         {"execution_id": "nonsense"},
         {"execution_id": None},

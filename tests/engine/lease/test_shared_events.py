@@ -4,7 +4,7 @@ from collections import Counter
 
 from creates import new
 from engine.cases import in_turn
-from fixtures import Given, Rows
+from fixtures import Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.event import CompletionOutcome
@@ -79,5 +79,5 @@ async def test_an_event_row_of_150_executions_has_all_ids_in_order(engine: Engin
     runs = await claim(engine, 150)
     (row,) = await rows.of("event", kind="acquired")
     assert row["execution_id"] is None
-    assert [str(each) for each in row["execution_ids"]] == [execution_id[-36:] for execution_id in ids]
+    assert [str(each) for each in row["execution_ids"]] == [uuid_of(execution_id) for execution_id in ids]
     assert row["lease_ids"] == [run.lease_id for run in runs]

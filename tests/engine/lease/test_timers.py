@@ -1,4 +1,4 @@
-"""Operations that process one due timer by name: promote a delay, expire an execution, mark a lease."""
+"""Operations that process one due timer: promote a delayed execution, expire an execution, mark an expired lease."""
 
 import asyncio
 import logging
@@ -18,13 +18,13 @@ from engine.state import (
     attempts,
     claim,
     event_texts,
-    lease_left,
-    pending,
+    lease_fields,
+    pending_fields,
     refused,
     revoke,
     vector,
 )
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
 from flowfabric.engine.parts import parts_of
@@ -41,16 +41,16 @@ from flowfabric.model.lease import (
 from flowfabric.model.states import PublicState
 
 EXPIRED = "terminal/unowned/not_applicable/none/expired/attempt_terminal/expired"
-EXPIRED_UNTRIED = "terminal/unowned/not_applicable/none/expired/pending_first_attempt/expired"
-TIMED: dict[str, Any] = {"timeout_policy": {"attempt_timeout_ms": 10_000}}
-RETRIED: dict[str, Any] = {
-    **TIMED,
+EXPIRED_BEFORE_FIRST_ATTEMPT = "terminal/unowned/not_applicable/none/expired/pending_first_attempt/expired"
+TIMEOUT_POLICY: dict[str, Any] = {"timeout_policy": {"attempt_timeout_ms": 10_000}}
+TIMEOUT_AND_RETRY_POLICY: dict[str, Any] = {
+    **TIMEOUT_POLICY,
     "retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1000}},
 }
 
 ABSENT = ExecutionId(f"{{fp:7}}:{uuid4()}")
 
-NAMED: dict[str, Callable[[Engine, Any], Awaitable[object]]] = {
+OPERATIONS: dict[str, Callable[[Engine, Any], Awaitable[object]]] = {
     "promote_delayed": lambda engine, execution_id: engine.promote_delayed(execution_id),
     "expire_execution": lambda engine, execution_id: engine.expire_execution(execution_id, "execution_deadline"),
     "mark_lease_expired_if_due": lambda engine, execution_id: engine.mark_lease_expired_if_due(execution_id),
@@ -60,25 +60,27 @@ NAMED: dict[str, Callable[[Engine, Any], Awaitable[object]]] = {
 async def test_an_invalid_execution_id_is_refused(engine: Engine, rows: Rows) -> None:
     with Cases() as cases:
         async with rows.unchanged():
-            for operation, call in NAMED.items():
+            for operation, call in OPERATIONS.items():
                 for wrong in ("nonsense", None, 7, str(uuid4()), f"{{fp:32768}}:{uuid4()}"):
                     with cases((operation, wrong)):
                         await refused(call(engine, wrong), "invalid_input")
 
 
-async def alike(rows: Rows, first: str, second: str) -> None:
-    """Fail unless two executions that were moved in different ways have equal rows."""
-    own = {"execution_id", "place", "lease_id", "attempt_id", "event_id", "xid", "claim_no"}
+async def check_equal_rows(rows: Rows, first: str, second: str) -> None:
+    """Assert that two executions that reached their state in different ways have equal rows."""
+    unique = {"execution_id", "place", "lease_id", "attempt_id", "event_id", "xid", "claim_no"}
 
-    def plain(row: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in row.items() if name not in own}
+    def comparable(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in row.items() if name not in unique}
 
-    assert plain(await rows.execution(first)) == plain(await rows.execution(second))
+    assert comparable(await rows.execution(first)) == comparable(await rows.execution(second))
     for find in (attempts, lambda rows, execution_id: rows.events(execution_id)):
-        assert [plain(row) for row in await find(rows, first)] == [plain(row) for row in await find(rows, second)]
+        assert [comparable(row) for row in await find(rows, first)] == [
+            comparable(row) for row in await find(rows, second)
+        ]
     for table in ("ready", "timer", "listed"):
-        ones, twos = [await rows.of(table, execution_id=found[-36:]) for found in (first, second)]
-        assert [plain(row) for row in ones] == [plain(row) for row in twos], table
+        ones, twos = [await rows.of(table, execution_id=uuid_of(execution_id)) for execution_id in (first, second)]
+        assert [comparable(row) for row in ones] == [comparable(row) for row in twos], table
 
 
 # Promotion.
@@ -118,23 +120,24 @@ async def test_promote_delayed_promotes_exactly_at_the_due_time(
         assert await engine.promote_delayed(delayed) == AlreadySatisfied(reason="not_delayed")
 
 
-async def test_promotion_keeps_the_kind_of_the_next_claim(
+async def test_promotion_makes_a_retry_waiting_and_an_interrupted_attempt_resumable(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     failed = await given.backing_off(delay_ms=1000)
-    parked = await given.claimed()
-    await engine.delay(parked, await clock.now() + 1000)
+    delayed = await given.claimed()
+    await engine.delay(delayed, await clock.now() + 1000)
     await clock.advance(seconds=1)
     assert await engine.promote_delayed(failed.execution_id) == Promoted(public_state=PublicState.WAITING)
-    assert await engine.promote_delayed(parked.execution_id) == Promoted(public_state=PublicState.RESUMABLE)
+    assert await engine.promote_delayed(delayed.execution_id) == Promoted(public_state=PublicState.RESUMABLE)
     assert vector(await rows.execution(failed.execution_id)) == RETRYABLE
-    assert vector(await rows.execution(parked.execution_id)) == RESUMABLE
+    assert vector(await rows.execution(delayed.execution_id)) == RESUMABLE
 
 
 @pytest.mark.usefixtures("hints_only")
 async def test_promotion_wakes_a_waiting_claim(engine: Engine, given: Given, clock: Clock) -> None:
     delayed = await given.delayed(seconds=1, lane_id="busy")
     waiting = asyncio.create_task(claim(engine, "busy", max_wait_ms=60_000))
+    # Until the claim waits.
     async with asyncio.timeout(30):
         while not parts_of(engine).wakeups._waiting.get("busy"):  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -151,8 +154,11 @@ async def test_expire_execution_returns_why_nothing_was_expired(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     now = await clock.now()
-    untimed, timed = await given.claimed(), await given.claimed(policy=TIMED, execution_deadline_at=now + 60_000)
-    waiting = await given.created(lane_id="elsewhere", policy=TIMED)
+    untimed, timed = (
+        await given.claimed(),
+        await given.claimed(policy=TIMEOUT_POLICY, execution_deadline_at=now + 60_000),
+    )
+    waiting = await given.created(lane_id="elsewhere", policy=TIMEOUT_POLICY)
     ended = await given.completed()
     async with rows.unchanged():
         for phase in ("attempt_timeout", "execution_deadline"):
@@ -167,14 +173,14 @@ async def test_expire_execution_returns_why_nothing_was_expired(
 async def test_an_attempt_without_a_retry_left_expires_at_its_timeout(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
-    handle = await given.claimed(policy=TIMED)
+    handle = await given.claimed(policy=TIMEOUT_POLICY)
     await clock.advance(ms=9_999)
     assert await engine.expire_execution(handle.execution_id, "attempt_timeout") == NotYetDue()
     now = await clock.advance(ms=1)
     expired = await engine.expire_execution(handle.execution_id, "attempt_timeout")
     assert expired == Expired(execution_id=handle.execution_id)
     row = await rows.execution(handle.execution_id)
-    assert (vector(row), row["failure_reason"], lease_left(row)) == (EXPIRED, "attempt_timeout", {})
+    assert (vector(row), row["failure_reason"], lease_fields(row)) == (EXPIRED, "attempt_timeout", {})
     assert row["completed_at"] == now
     (attempt,) = await attempts(rows, handle.execution_id)
     assert (attempt["attempt_state"], attempt["failure_reason"], attempt["failure_category"]) == (
@@ -191,19 +197,19 @@ async def test_an_attempt_without_a_retry_left_expires_at_its_timeout(
 async def test_an_attempt_with_a_retry_left_is_retried_after_its_timeout(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
-    claimed = await given.run(policy=RETRIED)
+    claimed = await given.run(policy=TIMEOUT_AND_RETRY_POLICY)
     now = await clock.advance(seconds=10)
     scheduled = await engine.expire_execution(claimed.execution_id, "attempt_timeout")
     assert scheduled == RetryScheduled(delay_until=now + 1000)
     row = await rows.execution(claimed.execution_id)
-    assert (vector(row), row["retry_count"], row["attempt_id"], lease_left(row)) == (BACKING_OFF, 1, None, {})
+    assert (vector(row), row["retry_count"], row["attempt_id"], lease_fields(row)) == (BACKING_OFF, 1, None, {})
     detail = f"retry backoff until {now + 1000} (attempt 0 failed: attempt_timeout)"
     assert (row["blocking_detail"], row["delay_until"]) == (detail, now + 1000)
     assert (row["failure_reason"], await rows.timers(claimed.execution_id)) == (
         "attempt_timeout",
         {"delay": now + 1000},
     )
-    assert await pending(engine, claimed.execution_id) == {
+    assert await pending_fields(engine, claimed.execution_id) == {
         "retry_reason": "attempt_timeout",
         "previous_attempt_index": "0",
     }
@@ -229,7 +235,7 @@ async def test_an_attempt_with_a_retry_left_is_retried_after_its_timeout(
 async def test_an_attempt_times_out_with_an_expired_or_revoked_lease(
     engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock
 ) -> None:
-    unmarked, marked, revoked = [await given.claimed(policy=TIMED, lease_ttl_ms=1000) for _ in range(3)]
+    unmarked, marked, revoked = [await given.claimed(policy=TIMEOUT_POLICY, lease_ttl_ms=1000) for _ in range(3)]
     await revoke(connection, revoked.execution_id)
     await clock.advance(seconds=10)
     await engine.mark_lease_expired_if_due(marked.execution_id)
@@ -250,13 +256,13 @@ async def test_a_deadline_ends_an_execution_in_any_phase(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     deadline = await clock.now() + 60_000
-    running = await given.claimed(execution_deadline_at=deadline, policy=RETRIED, lease_ttl_ms=600_000)
-    parked = await given.claimed(execution_deadline_at=deadline)
-    await engine.delay(parked, deadline + 60_000)
+    running = await given.claimed(execution_deadline_at=deadline, policy=TIMEOUT_AND_RETRY_POLICY, lease_ttl_ms=600_000)
+    interrupted = await given.claimed(execution_deadline_at=deadline)
+    await engine.delay(interrupted, deadline + 60_000)
     failed = await given.backing_off(delay_ms=600_000, execution_deadline_at=deadline)
     delayed = await given.delayed(seconds=600, execution_deadline_at=deadline)
     waiting = await given.created(execution_deadline_at=deadline)
-    everything = [running.execution_id, parked.execution_id, failed.execution_id, delayed, waiting]
+    everything = [running.execution_id, interrupted.execution_id, failed.execution_id, delayed, waiting]
     await clock.advance(ms=59_999)
     async with rows.unchanged():
         for execution_id in everything:
@@ -266,48 +272,48 @@ async def test_a_deadline_ends_an_execution_in_any_phase(
         expired = await engine.expire_execution(execution_id, "execution_deadline")
         assert expired == Expired(execution_id=execution_id)
         row = await rows.execution(execution_id)
-        assert vector(row) == (EXPIRED_UNTRIED if execution_id in (delayed, waiting) else EXPIRED)
+        assert vector(row) == (EXPIRED_BEFORE_FIRST_ATTEMPT if execution_id in (delayed, waiting) else EXPIRED)
         assert (row["failure_reason"], row["delay_until"]) == ("execution_deadline", None)
         assert await rows.timers(execution_id) == {}
     assert (await event_texts(rows, running.execution_id))[1:] == ["released expired:execution_deadline>expired"]
     assert (await event_texts(rows, waiting)) == ["ended expired:execution_deadline>expired"]
     assert [row["attempt_state"] for row in await attempts(rows, running.execution_id)] == ["ended_failure"]
-    assert [row["attempt_state"] for row in await attempts(rows, parked.execution_id)] == ["ended_failure"]
+    assert [row["attempt_state"] for row in await attempts(rows, interrupted.execution_id)] == ["ended_failure"]
     assert [row["failure_reason"] for row in await attempts(rows, failed.execution_id)] == ["no luck"]
     assert await attempts(rows, waiting) == []
 
 
-async def test_named_operations_and_sweeps_write_the_same_rows(
+async def test_an_operation_on_one_execution_and_a_sweep_write_the_same_rows(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
-    named, swept = await given.delayed(seconds=1), await given.delayed(seconds=1)
+    promoted, swept = await given.delayed(seconds=1), await given.delayed(seconds=1)
     await clock.advance(seconds=2)
-    assert isinstance(await engine.promote_delayed(named), Promoted)
+    assert isinstance(await engine.promote_delayed(promoted), Promoted)
     assert await parts_of(engine).delays.promote_due() == 1
-    await alike(rows, named, swept)
-    for policy in (TIMED, RETRIED):
+    await check_equal_rows(rows, promoted, swept)
+    for policy in (TIMEOUT_POLICY, TIMEOUT_AND_RETRY_POLICY):
         one, two = [await given.claimed(policy=policy, lane_id="timeout") for _ in range(2)]
         await clock.advance(seconds=10)
         await engine.expire_execution(one.execution_id, "attempt_timeout")
         assert await parts_of(engine).timeouts.expire_due() == 1
-        await alike(rows, one.execution_id, two.execution_id)
+        await check_equal_rows(rows, one.execution_id, two.execution_id)
     deadline = await clock.now() + 1000
     one, two = [await given.claimed(execution_deadline_at=deadline, lane_id="deadline") for _ in range(2)]
     await clock.advance(seconds=10)
     await engine.expire_execution(one.execution_id, "execution_deadline")
     assert await parts_of(engine).timeouts.expire_due() == 1
-    await alike(rows, one.execution_id, two.execution_id)
+    await check_equal_rows(rows, one.execution_id, two.execution_id)
     one, two = [await given.claimed(lease_ttl_ms=1000, lane_id="lease") for _ in range(2)]
     await clock.advance(seconds=1)
     assert await engine.mark_lease_expired_if_due(one.execution_id) == Marked()
     await parts_of(engine).lease_expiry.sweep()
-    await alike(rows, one.execution_id, two.execution_id)
+    await check_equal_rows(rows, one.execution_id, two.execution_id)
 
 
 async def test_a_retry_after_a_timeout_sets_the_next_timer_of_this_process(
     engine: Engine, given: Given, clock: Clock
 ) -> None:
-    handle = await given.claimed(policy=RETRIED)
+    handle = await given.claimed(policy=TIMEOUT_AND_RETRY_POLICY)
     await clock.advance(seconds=10)
     parts_of(engine).wakeups.next_timer = float("inf")
     await engine.expire_execution(handle.execution_id, "attempt_timeout")
@@ -322,10 +328,11 @@ async def test_mark_lease_expired_returns_why_nothing_was_marked(
 ) -> None:
     waiting = await given.created(lane_id="elsewhere")
     ended = await given.completed()
-    parked = await given.claimed()
-    await engine.wait_children(parked)
+    resumed = await given.claimed()
+    await engine.wait_children(resumed)
     assert len(await claim(engine)) == 1
-    await engine.delay(await given.claimed(), await clock.now() + 60_000)
+    delayed = await given.claimed()
+    await engine.delay(delayed, await clock.now() + 60_000)
     expired, revoked = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     await revoke(connection, revoked.execution_id)
     await clock.advance(seconds=1)
@@ -338,8 +345,10 @@ async def test_mark_lease_expired_returns_why_nothing_was_marked(
         ABSENT: "execution_not_found",
         waiting: "not_active",
         ended: "not_active",
+        delayed.execution_id: "not_active",
         expired.execution_id: "already_expired",
         revoked.execution_id: "already_revoked",
+        resumed.execution_id: "not_yet_expired",
         running.execution_id: "not_yet_expired",
     }
     async with rows.unchanged():
@@ -366,11 +375,11 @@ async def test_every_hundredth_reclaim_logs_a_warning(
 ) -> None:
     handle = await given.claimed(policy={"max_reclaim_count": 1000})
     other = await given.claimed(policy={"max_reclaim_count": 1000})
-    counted = "update execution set reclaim_count = $1 where execution_id = $2"
+    set_count = "update execution set reclaim_count = $1 where execution_id = $2"
     warned = []
     for before in (0, 98, 99, 100, 199):
-        await connection.execute(counted, before, handle.execution_id[-36:])
-        await connection.execute(counted, 5, other.execution_id[-36:])
+        await connection.execute(set_count, before, uuid_of(handle.execution_id))
+        await connection.execute(set_count, 5, uuid_of(other.execution_id))
         await clock.advance(seconds=31)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -384,7 +393,7 @@ async def test_every_hundredth_reclaim_logs_a_warning(
 
 
 @in_turn("ending", ["cancel", "expire"])
-async def test_a_grant_is_deleted_with_its_execution(
+async def test_a_grant_is_deleted_when_its_execution_ends(
     engine: Engine, given: Given, rows: Rows, clock: Clock, ending: str
 ) -> None:
     deadline = await clock.now() + 1000
@@ -404,4 +413,4 @@ async def test_a_grant_is_deleted_with_its_execution(
         await engine.expire_execution(waiting, "execution_deadline")
     assert (await rows.execution(waiting))["granted_until"] is None
     (left,) = await rows.of("claim_grant")
-    assert str(left["execution_id"]) == other[-36:]
+    assert str(left["execution_id"]) == uuid_of(other)

@@ -7,11 +7,11 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from engine.grants import grant, granted, resumable
+from engine.grants import grant_for_worker, issue_grant, resumable
 from engine.read.corruptions import RELATED_ROWS, ROWS
 from engine.state import claim, refused, revoke
-from engine.waits import args, on_all, suspended
-from fixtures import Clock, Given, Rows
+from engine.waits import on_all, suspend_args, suspend_run
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import consistency
@@ -57,13 +57,13 @@ async def test_no_operation_leaves_an_inconsistency(
     await engine.delay(gone, await clock.now())
     await engine.cancel_execution(execution_id=gone.execution_id, reason="x")
     await given.created(lane_id="granted")
-    await granted(engine, lane_id="granted")
+    await grant_for_worker(engine, lane_id="granted")
     waiting = await given.claimed(lane_id="waiting")
-    await suspended(engine, waiting, timeout_at=await clock.now() + 1000)
+    await suspend_run(engine, waiting, timeout_at=await clock.now() + 1000)
     twice = await given.claimed(lane_id="twice")
-    await suspended(engine, twice)
+    await suspend_run(engine, twice)
     await engine.resume_execution(execution_id=twice.execution_id)
-    await suspended(engine, (await given.claim(lane_id="twice")).handle)
+    await suspend_run(engine, (await given.claim(lane_id="twice")).handle)
     await engine.cancel_execution(execution_id=twice.execution_id, reason="x")
     timed = await given.claimed(
         lane_id="timed",
@@ -122,14 +122,14 @@ class States:
 
     async def suspended(self, lane_id: str) -> Any:
         handle = await self.given.claimed(lane_id=lane_id)
-        await suspended(self.engine, handle, on_all("a", "b", timeout_at=await self.clock.now() + 60_000))
+        await suspend_run(self.engine, handle, on_all("a", "b", timeout_at=await self.clock.now() + 60_000))
         return handle
 
     async def resumed(self, lane_id: str) -> Any:
         """Suspended and resumed twice."""
         handle = await self.suspended(lane_id)
         await self.engine.resume_execution(execution_id=handle.execution_id)
-        await suspended(self.engine, (await self.given.claim(lane_id=lane_id)).handle)
+        await suspend_run(self.engine, (await self.given.claim(lane_id=lane_id)).handle)
         await self.engine.resume_execution(execution_id=handle.execution_id)
         return handle
 
@@ -138,7 +138,7 @@ class States:
 
     async def granted(self, lane_id: str) -> str:
         execution_id = await self.given.created(lane_id=lane_id)
-        await grant(self.engine, execution_id, lane_id=lane_id)
+        await issue_grant(self.engine, execution_id, lane_id=lane_id)
         return str(execution_id)
 
     async def timed(self, lane_id: str) -> Any:
@@ -170,7 +170,7 @@ async def test_every_corrupt_row_is_found_and_no_sound_one(
     await connection.execute(_DROP_CHECKS)
     for execution_id, command, _ in made:
         if command is not None:
-            uuid = f"'{execution_id[-36:]}'::uuid"
+            uuid = f"'{uuid_of(execution_id)}'::uuid"
             await connection.execute(
                 command.replace("{mine}", f"execution_id = {uuid}").replace("{holds}", f"{uuid} = any(execution_ids)")
             )
@@ -207,7 +207,7 @@ async def test_a_negative_partition_a_wrong_public_state_and_an_unknown_literal_
         (derived, "public_state = 'suspended'"),
         (unknown, "attempt_state = 'pending'"),
     ):
-        await connection.execute(f"update execution set {change} where execution_id = $1", execution_id[-36:])
+        await connection.execute(f"update execution set {change} where execution_id = $1", uuid_of(execution_id))
     found = [(one.execution_id, one.problem) for one in await engine.find_inconsistencies()]
     assert NEGATIVE in [problem for _, problem in found]
     assert [one for one in found if one[0] == derived] == [(derived, "public_state is suspended but must be waiting")]
@@ -236,9 +236,11 @@ async def test_rows_without_their_execution_are_found(
     large = await given.created(input_payload=b"x" * 300)
     failed = await given.failed(lane_id="other")
     completed = await given.completed(lane_id="completed", result=b"x" * 300)
-    await grant(engine, await given.created())
+    await issue_grant(engine, await given.created())
     handle = await given.claimed(lane_id="suspended")
-    outcome = await suspended(engine, handle, args(idempotency_key="key", timeout_at=await clock.now() + 60_000))
+    outcome = await suspend_run(
+        engine, handle, suspend_args(idempotency_key="key", timeout_at=await clock.now() + 60_000)
+    )
     await engine.deliver_signal(
         execution_id=handle.execution_id,
         waitpoint_id=outcome.details.waitpoint_id,

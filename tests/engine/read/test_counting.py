@@ -10,8 +10,8 @@ import pytest
 from engine.counts import COLUMNS, miscounts, recount
 from engine.reach import one_of
 from engine.state import claim, items, new, refused, revoke
-from engine.waits import args
-from fixtures import Clock, Given, Rows
+from engine.waits import suspend_args
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import ExecutionCount
@@ -93,7 +93,7 @@ async def test_every_transition_is_counted(
 
     handle = await given.claimed(lease_ttl_ms=DAY * 1000)
     await are(active=1)
-    await engine.suspend(handle, args())
+    await engine.suspend(handle, suspend_args())
     await are(suspended=1)
     await engine.resume_execution(execution_id=handle.execution_id, resume_delay_ms=1000)
     await are(delayed=1)
@@ -156,7 +156,7 @@ async def test_timeouts_applied_by_one_statement_are_counted_by_their_outcome(
 ) -> None:
     for behavior in ("fail", "cancel", "expire", "expire"):
         await engine.suspend(
-            await given.claimed(), args(timeout_at=await clock.now() + 1000, timeout_behavior=behavior)
+            await given.claimed(), suspend_args(timeout_at=await clock.now() + 1000, timeout_behavior=behavior)
         )
     await clock.advance(seconds=2)
     assert await parts_of(engine).suspension_timeouts.expire_due() == 4
@@ -275,7 +275,7 @@ async def test_a_replayed_execution_is_counted_in_its_current_state(
     await given.completed()
     execution_id = await given.cancelled()
     await connection.execute(
-        "update retained set queue_no = null, queue_nos = null where $1 = any(execution_ids)", execution_id[-36:]
+        "update retained set queue_no = null, queue_nos = null where $1 = any(execution_ids)", uuid_of(execution_id)
     )
     await connection.execute(
         """with replayed as (
@@ -287,7 +287,7 @@ async def test_a_replayed_execution_is_counted_in_its_current_state(
            unlisted as (delete from listed)
            insert into ready (place, route_no, queue_no, partition_key, execution_id)
            select place, route_no, queue_no, partition_key, execution_id from replayed join queue using (queue_no)""",
-        execution_id[-36:],
+        uuid_of(execution_id),
     )
     assert await counted(engine) == {"completed": 1, "waiting": 1}
     await clock.advance(seconds=1)
@@ -312,7 +312,7 @@ async def test_what_a_trim_leaves_of_an_entry_is_counted(
     assert len(await rows.of("retained")) == 1
     await clock.advance(seconds=DAY + 1)
     for held in (4, 2, 1, 0):
-        ids = [run.execution_id[-36:] for run in runs[:held]]
+        ids = [uuid_of(run.execution_id) for run in runs[:held]]
         async with connection.transaction():
             await connection.execute("select from execution where execution_id = any($1::uuid[]) for update", ids)
             await parts_of(engine).retention.trim()

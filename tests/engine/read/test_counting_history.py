@@ -13,7 +13,7 @@ import pytest
 
 from engine.counts import COLUMNS, miscounts
 from engine.state import claim, items, new
-from engine.waits import args
+from engine.waits import suspend_args
 from fixtures import Clock, Engines
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -96,7 +96,7 @@ class History:
     async def suspend(self) -> None:
         if handle := self.handle():
             timeout = self.chance.choice((None, await self.clock.now() + 30_000))
-            await self.engine.suspend(handle, args(timeout_at=timeout))
+            await self.engine.suspend(handle, suspend_args(timeout_at=timeout))
 
     async def resume(self) -> None:
         found = await self.engine.list_executions(public_state="suspended", limit=1)
@@ -164,7 +164,7 @@ async def test_counts_during_concurrent_work_are_of_one_snapshot(engine: Engine,
                     case 0:
                         await other.hand_back(run.handle)
                     case 1:
-                        await other.suspend(run.handle, args())
+                        await other.suspend(run.handle, suspend_args())
                         await other.resume_execution(execution_id=run.execution_id)
                     case 2:
                         await other.fail(run.handle, reason="no", classification="permanent")

@@ -7,8 +7,8 @@ import asyncpg
 import pytest
 
 from engine.state import claim, refused
-from engine.waits import args, suspended
-from fixtures import Clock, Given, Rows
+from engine.waits import suspend_args, suspend_run
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.read.view import CORE_FIELDS
 from flowfabric.model.attempt import CurrentAttempt
@@ -274,7 +274,7 @@ async def test_the_continuation_pointer_is_shown_to_the_resumed_run_and_not_to_a
         return found.continuation_metadata_pointer
 
     run = await given.run()
-    await suspended(engine, run.handle, args(continuation_metadata_pointer="s3://there"))
+    await suspend_run(engine, run.handle, suspend_args(continuation_metadata_pointer="s3://there"))
     await engine.resume_execution(execution_id=run.execution_id)
     assert await left() == "s3://there"
     resumed = await given.claim()
@@ -373,7 +373,7 @@ async def test_a_missing_field_is_corruption(
 
     async def corrupt(change: str) -> str:
         handle = await given.claimed()
-        await connection.execute(f"update execution set {change} where execution_id = $1", handle.execution_id[-36:])
+        await connection.execute(f"update execution set {change} where execution_id = $1", uuid_of(handle.execution_id))
         return str(handle.execution_id)
 
     for field, change in CORRUPT.items():

@@ -11,8 +11,8 @@ import pytest
 
 from creates import new
 from engine.state import block, refused
-from engine.waits import args, fresh, on_all, suspended
-from fixtures import Clock, Explain, Given, Rows
+from engine.waits import fresh, on_all, suspend_args, suspend_run
+from fixtures import Clock, Explain, Given, Rows, uuid_of
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -82,7 +82,7 @@ async def test_an_explanation_is_one_statement_outside_a_transaction(
     engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = await given.claimed(**requiring("gpu"), capabilities=["gpu"])
-    await suspended(engine, handle)
+    await suspend_run(engine, handle)
     asked: list[str] = []
     fetch = Database.fetch
 
@@ -198,7 +198,7 @@ async def test_a_delayed_run_is_explained_with_the_failure_of_an_earlier_attempt
 
 async def test_a_delayed_resume_is_not_a_retry(engine: Engine, explain: Explain, given: Given, clock: Clock) -> None:
     handle = await given.claimed()
-    wait = await suspended(engine, handle, resume_policy=ResumePolicy(resume_delay_ms=MINUTE))
+    wait = await suspend_run(engine, handle, resume_policy=ResumePolicy(resume_delay_ms=MINUTE))
     await engine.deliver_signal(
         execution_id=handle.execution_id,
         waitpoint_id=wait.details.waitpoint_id,
@@ -219,7 +219,7 @@ async def test_a_suspension_is_explained_with_its_waitpoint_names_and_timeout(
 ) -> None:
     handle = await given.claimed()
     timeout_at = await clock.now() + MINUTE
-    wait = await suspended(engine, handle, timeout_at=timeout_at, reason_code="waiting_for_approval")
+    wait = await suspend_run(engine, handle, timeout_at=timeout_at, reason_code="waiting_for_approval")
     found = await explain(handle.execution_id)
     (reason,) = found.reasons
     assert reason == SignalsReason(
@@ -242,7 +242,7 @@ async def test_several_waitpoints_are_listed_in_the_order_of_their_bindings(
 ) -> None:
     handle = await given.claimed()
     keys = ("e", "a", "d", "b", "c")
-    await suspended(engine, handle, on_all(*keys))
+    await suspend_run(engine, handle, on_all(*keys))
     found = await explain(handle.execution_id)
     waitpoints = signals_reason(found).waitpoints
     assert [(each.waitpoint_key, each.required_signal_names) for each in waitpoints] == [(key, ()) for key in keys]
@@ -252,7 +252,7 @@ async def test_several_waitpoints_are_listed_in_the_order_of_their_bindings(
 
 async def test_a_closed_waitpoint_is_not_listed(engine: Engine, explain: Explain, given: Given) -> None:
     handle = await given.claimed()
-    wait = await suspended(engine, handle, on_all("a", "b"))
+    wait = await suspend_run(engine, handle, on_all("a", "b"))
     await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=wait.details.waitpoint_id)
     await engine.create_waitpoint(await given.claimed(), waitpoint_key="another", expires_in_ms=MINUTE)
     waitpoints = signals_reason(await explain(handle.execution_id)).waitpoints
@@ -264,7 +264,7 @@ async def test_a_count_requires_its_signal_name_at_each_of_its_waitpoints(
 ) -> None:
     handle = await given.claimed()
     count = Count(n=2, count_kind=CountKind.DISTINCT_WAITPOINTS, matcher=ByName("vote"), waitpoints=("a", "b"))
-    await suspended(engine, handle, args(waitpoints=(fresh("a"), fresh("b")), resume_condition=count))
+    await suspend_run(engine, handle, suspend_args(waitpoints=(fresh("a"), fresh("b")), resume_condition=count))
     waitpoints = signals_reason(await explain(handle.execution_id)).waitpoints
     assert [(each.waitpoint_key, each.required_signal_names) for each in waitpoints] == [
         ("a", ("vote",)),
@@ -281,7 +281,7 @@ async def test_a_wait_for_an_operator_or_a_timeout_only_is_explained_as_such(
     ):
         handle = await given.claimed()
         timeout_at = await clock.now() + MINUTE
-        await suspended(engine, handle, resume_condition=condition, timeout_at=timeout_at)
+        await suspend_run(engine, handle, resume_condition=condition, timeout_at=timeout_at)
         found = await explain(handle.execution_id)
         assert [each.required_signal_names for each in signals_reason(found).waitpoints] == [(name,)]
         assert found.summary == f"suspended until {ends}; times out at {shown(timeout_at)}"
@@ -289,7 +289,7 @@ async def test_a_wait_for_an_operator_or_a_timeout_only_is_explained_as_such(
 
 async def test_a_manual_pause_has_the_reasons_signals_and_held(engine: Engine, explain: Explain, given: Given) -> None:
     handle = await given.claimed()
-    await suspended(engine, handle, reason_code="manual_pause")
+    await suspend_run(engine, handle, reason_code="manual_pause")
     found = await explain(handle.execution_id)
     signals, held = found.reasons
     assert isinstance(signals, SignalsReason)
@@ -301,7 +301,7 @@ async def test_a_suspension_of_a_newer_version_is_explained_as_far_as_it_is_unde
     engine: Engine, explain: Explain, given: Given, connection: asyncpg.Connection
 ) -> None:
     handle = await given.claimed(policy={"max_reclaim_count": 7})
-    await suspended(engine, handle)
+    await suspend_run(engine, handle)
     await connection.execute("""update suspension set reason_code = 'waiting_for_rain', condition = '{"Rain": {}}'""")
     await connection.execute("""update execution set policy = policy || '{"wipers": true}'""")
     reason = signals_reason(await explain(handle.execution_id))
@@ -437,7 +437,7 @@ async def test_a_block_is_explained_together_with_a_delay(
             assert (found.reasons, found.summary) == ((reason,), summary)
             until = await clock.now() + MINUTE
             await connection.execute(
-                "update execution set delay_until = $1 where execution_id = $2", until, execution_id[-36:]
+                "update execution set delay_until = $1 where execution_id = $2", until, uuid_of(execution_id)
             )
             found = await explain(execution_id)
             delayed = DelayedReason(until=until, cause="delay", last_failure=None)

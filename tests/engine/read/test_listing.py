@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from engine.state import block, claim, items, new, refused
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import listing
@@ -177,7 +177,7 @@ async def test_a_flow_is_listed_by_its_id(engine: Engine, given: Given, connecti
     flow_id = UUID("11111111-2222-3333-4444-555555555555")
     member = await given.created(execution_id=f"{{fp:181}}:{uuid4()}")
     await given.created(execution_id=f"{{fp:181}}:{uuid4()}")
-    await connection.execute("update execution set flow_id = $1 where execution_id = $2", flow_id, member[-36:])
+    await connection.execute("update execution set flow_id = $1 where execution_id = $2", flow_id, uuid_of(member))
     assert await listed(engine, flow_id=flow_id) == [member]
     assert await listed(engine, flow_id=str(flow_id), public_state="failed") == []
     assert await listed(engine, flow_id=uuid4()) == []

@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from engine.state import claim, refused
-from engine.waits import suspended
+from engine.waits import suspend_run
 from fixtures import Clock, Given
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
@@ -188,7 +188,7 @@ async def test_a_delay_is_not_a_retry(engine: Engine, given: Given, clock: Clock
 
 async def test_a_suspended_execution_has_a_status(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
-    await suspended(engine, handle)
+    await suspend_run(engine, handle)
     found = await status(engine, handle.execution_id)
     assert (found.public_state, found.attempt_count, found.failure) == (PublicState.SUSPENDED, 1, None)
 

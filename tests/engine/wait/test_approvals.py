@@ -18,7 +18,7 @@ async def approve(wait: Waiting, **overrides: Any) -> Any:
     return await wait.engine.deliver_approval_signal(
         **{
             "execution_id": wait.execution_id,
-            "waitpoint_id": wait.points["wait"][0],
+            "waitpoint_id": wait.points["wait"].waitpoint_id,
             "signal_name": "approved",
             "idempotency_suffix": "1",
             **overrides,

@@ -5,7 +5,7 @@ from uuid import UUID, uuid4
 
 from engine.sending import Waiting, running, waiting
 from engine.state import claim, refused, vector
-from engine.waits import SUSPENDED, args, fresh, on_all, suspended, using
+from engine.waits import SUSPENDED, fresh, on_all, suspend_args, suspend_run, using
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import (
@@ -28,10 +28,12 @@ async def test_a_suspend_whose_signal_was_buffered_is_already_satisfied(
 ) -> None:
     wait = await running(engine, given)
     early = await wait.send("ready", payload=b"early")
-    pending = await engine.read_waitpoint_token(execution_id=wait.execution_id, waitpoint_id=wait.points["wait"][0])
+    pending = await engine.read_waitpoint_token(
+        execution_id=wait.execution_id, waitpoint_id=wait.points["wait"].waitpoint_id
+    )
     assert pending is not None
-    bound = {"waitpoint_id": wait.points["wait"][0]}
-    outcome = await engine.suspend(wait.handle, args(waitpoints=({"UsePending": bound},)))
+    bound = {"waitpoint_id": wait.points["wait"].waitpoint_id}
+    outcome = await engine.suspend(wait.handle, suspend_args(waitpoints=({"UsePending": bound},)))
     assert isinstance(outcome, AlreadySatisfied)
     (seen,) = await engine.observe_signals(wait.handle)
     assert (seen.signal_id, seen.payload, seen.satisfier) == (early.signal_id, b"early", True)
@@ -46,9 +48,9 @@ async def test_buffered_signals_count_together_with_later_ones(engine: Engine, g
     wait = Waiting(engine, handle).with_pending("wait", pending)
     await wait.send("x", source_identity="ana")
     condition = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, waitpoints=("wait",))
-    outcome = await suspended(engine, handle, using(pending, resume_condition=condition))
-    assert await wait.accepted("x", source_identity="ana") == f"{APPENDED} appended_to_waitpoint_duplicate"
-    assert await wait.accepted("x", source_identity="bob") == SATISFIED
+    outcome = await suspend_run(engine, handle, using(pending, resume_condition=condition))
+    assert await wait.effect_of("x", source_identity="ana") == f"{APPENDED} appended_to_waitpoint_duplicate"
+    assert await wait.effect_of("x", source_identity="bob") == SATISFIED
     seen = await engine.observe_signals(outcome.handle)
     assert [(one.source_identity, one.satisfier) for one in seen] == [("ana", True), ("ana", False), ("bob", True)]
 
@@ -57,9 +59,9 @@ async def test_a_suspended_execution_buffers_signals_for_a_pending_waitpoint(
     engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await running(engine, given)
-    outcome = await suspended(engine, wait.handle, on_all("a", "b"))
+    outcome = await suspend_run(engine, wait.handle, on_all("a", "b"))
     wait.on(outcome.details)
-    assert await wait.accepted("ready") == BUFFERED
+    assert await wait.effect_of("ready") == BUFFERED
     assert vector(await rows.execution(wait.execution_id)) == SUSPENDED
     assert await engine.observe_signals(outcome.handle) == []
 
@@ -68,8 +70,8 @@ async def test_a_run_reads_every_signal_of_its_suspension_before_and_after_the_r
     engine: Engine, given: Given, clock: Clock
 ) -> None:
     condition = AllOf(tuple(Single(waitpoint_key=key, matcher=ByName("ready")) for key in ("a", "b")))
-    asked = args(waitpoints=(fresh("a"), fresh("b")), resume_condition=condition)
-    wait = await waiting(engine, given, asked)
+    request = suspend_args(waitpoints=(fresh("a"), fresh("b")), resume_condition=condition)
+    wait = await waiting(engine, given, request)
     now = await clock.advance(seconds=1)
     for name, key in (("first", "b"), ("ready", "b"), ("second", "a")):
         await wait.send(name, key, payload=name.encode(), correlation_id=name if key == "a" else None)
@@ -94,12 +96,12 @@ async def test_signals_of_one_suspension_do_not_count_for_the_next(engine: Engin
     await wait.send("x", "a")
     await wait.send("x", "b")
     (resumed,) = await claim(engine)
-    again = await suspended(engine, resumed.handle, on_all("a", "b"))
+    again = await suspend_run(engine, resumed.handle, on_all("a", "b"))
     assert await engine.observe_signals(again.handle) == []
     second = Waiting(engine, again.handle).on(again.details)
-    assert await second.accepted("x", "a") == APPENDED
+    assert await second.effect_of("x", "a") == APPENDED
     await refused(wait.send("x", "b"), "waitpoint_closed")
-    assert await second.accepted("x", "b") == SATISFIED
+    assert await second.effect_of("x", "b") == SATISFIED
 
 
 async def test_an_attempt_that_never_suspended_reads_no_signal(engine: Engine, given: Given) -> None:
@@ -128,26 +130,26 @@ async def test_the_signals_of_an_earlier_suspension_are_read_by_its_id(
         return await engine.observe_signals(handle, suspension_id=suspension_id)
 
     handle = await given.claimed()
-    by_signals = await suspended(engine, handle, on_all("a", "b"))
+    by_signals = await suspend_run(engine, handle, on_all("a", "b"))
     wait = Waiting(engine, by_signals.handle).on(by_signals.details)
     for name, key in (("one", "a"), ("again", "a"), ("two", "b")):
         await wait.send(name, key)
     seen = {by_signals.details.suspension_id: await engine.observe_signals(handle)}
     (resumed,) = await claim(engine)
     deadline = await clock.now() + 1
-    by_deadline = await suspended(
+    by_deadline = await suspend_run(
         engine, resumed.handle, on_all("a", timeout_at=deadline, timeout_behavior="auto_resume")
     )
     await clock.advance(ms=1)
     await engine.expire_suspension(wait.execution_id)
     seen[by_deadline.details.suspension_id] = await engine.observe_signals(handle)
     (resumed,) = await claim(engine)
-    by_operator = await suspended(engine, resumed.handle, on_all("a", "b"))
+    by_operator = await suspend_run(engine, resumed.handle, on_all("a", "b"))
     await wait.on(by_operator.details).send("half", "a")
     await engine.resume_execution(execution_id=wait.execution_id)
     seen[by_operator.details.suspension_id] = await engine.observe_signals(handle)
     (resumed,) = await claim(engine)
-    latest = await suspended(engine, resumed.handle)
+    latest = await suspend_run(engine, resumed.handle)
     await wait.on(latest.details).send("other")
     seen[latest.details.suspension_id] = await engine.observe_signals(handle)
     assert {suspension_id: await read(suspension_id) for suspension_id in seen} == seen

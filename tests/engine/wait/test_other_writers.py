@@ -49,8 +49,8 @@ async def test_no_counted_signal_or_closed_row_is_lost(
             await check_signal(engine, given, rows, meanwhile, table)
         for end, behavior, state, reason in ENDS:
             with subtests.test(f"{end.__name__} ({behavior}), {table}"):
-                asked = on_all("a", "b", timeout_at=await clock.now() + MINUTE, timeout_behavior=behavior)
-                wait = await waiting(engine, given, asked, lane_id=f"{uuid4()}")
+                request = on_all("a", "b", timeout_at=await clock.now() + MINUTE, timeout_behavior=behavior)
+                wait = await waiting(engine, given, request, lane_id=f"{uuid4()}")
                 await clock.advance(ms=MINUTE)
                 await meanwhile(table, wait.execution_id, end(engine, wait))
                 assert (await rows.execution(wait.execution_id))["public_state"] == state
@@ -68,7 +68,7 @@ async def check_count(engine: Engine, given: Given, rows: Rows, meanwhile: Any, 
     first = await meanwhile(table, wait.execution_id, wait.send("approve", source_identity="one"))
     assert first.effect == APPENDED
     assert (await suspension(rows, wait.execution_id))["satisfier_ids"] == [first.signal_id]
-    point = await waitpoint(rows, wait.points["wait"][0])
+    point = await waitpoint(rows, wait.points["wait"].waitpoint_id)
     assert (point["signal_count"], point["matched_signal_count"]) == (1, 1)
     second = await wait.send("approve", source_identity="two")
     assert second.effect == SATISFIED
@@ -85,7 +85,7 @@ async def check_signal(engine: Engine, given: Given, rows: Rows, meanwhile: Any,
     assert answer.effect == SATISFIED
     closed = await suspension(rows, wait.execution_id)
     assert (closed["close_reason"], closed["satisfier_ids"]) == ("resumed", [answer.signal_id])
-    point = await waitpoint(rows, wait.points["wait"][0])
+    point = await waitpoint(rows, wait.points["wait"].waitpoint_id)
     assert (point["state"], point["close_reason"], point["signal_count"]) == ("closed", "resumed", 1)
     assert len(await claim(engine, lane_id)) == 1
 
@@ -118,8 +118,8 @@ async def test_an_escalation_is_not_lost(
 ) -> None:
     for table in ("execution", "suspension"):
         with subtests.test(table):
-            asked = on_all("a", "b", timeout_at=await clock.now() + MINUTE, timeout_behavior="escalate")
-            wait = await waiting(engine, given, asked)
+            request = on_all("a", "b", timeout_at=await clock.now() + MINUTE, timeout_behavior="escalate")
+            wait = await waiting(engine, given, request)
             await clock.advance(ms=MINUTE)
             await meanwhile(table, wait.execution_id, engine.expire_suspension(wait.execution_id))
             escalated = await suspension(rows, wait.execution_id)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.state import refused
-from engine.waits import args
+from engine.waits import suspend_args
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import TimeoutOnly
@@ -15,7 +15,7 @@ from flowfabric.model.errors import InvalidInputError
 async def test_a_timeout_counts_from_the_suspend(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     claimed = await given.run(policy={"suspension_policy": {"default_timeout_ms": 1, "timeout_behavior": "cancel"}})
     now = await clock.advance(seconds=5)
-    await engine.suspend(claimed.handle, args(timeout_ms=60_000))
+    await engine.suspend(claimed.handle, suspend_args(timeout_ms=60_000))
     (suspension,) = await rows.of("suspension")
     assert (suspension["timeout_at"], suspension["timeout_behavior"]) == (now + 60_000, "fail")
     assert await rows.timers(claimed.execution_id) == {"suspension_timeout": now + 60_000}
@@ -23,7 +23,9 @@ async def test_a_timeout_counts_from_the_suspend(engine: Engine, given: Given, r
 
 async def test_a_timeout_only_wait_may_have_a_relative_timeout(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed()
-    await engine.suspend(handle, args(resume_condition=TimeoutOnly(), timeout_ms=1000, timeout_behavior="auto_resume"))
+    await engine.suspend(
+        handle, suspend_args(resume_condition=TimeoutOnly(), timeout_ms=1000, timeout_behavior="auto_resume")
+    )
     await clock.advance(seconds=2)
     await engine.expire_suspension(execution_id=handle.execution_id)
     assert await engine.read_execution_state(handle.execution_id) == "resumable"
@@ -31,9 +33,9 @@ async def test_a_timeout_only_wait_may_have_a_relative_timeout(engine: Engine, g
 
 def test_a_timeout_is_either_a_time_or_a_duration() -> None:
     with pytest.raises(InvalidInputError, match="timeout_ms: give timeout_ms or timeout_at, not both"):
-        args(timeout_ms=1, timeout_at=1)
+        suspend_args(timeout_ms=1, timeout_at=1)
     with pytest.raises(InvalidInputError, match=r"timeout_ms: .*, got -1"):
-        args(timeout_ms=-1)
+        suspend_args(timeout_ms=-1)
 
 
 async def test_a_delay_counts_from_now(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from engine.sending import waiting
 from engine.state import RESUMABLE, claim, event_texts, refused, vector
-from engine.waits import args, on_all, suspended, suspension, waitpoint, waitpoints
-from fixtures import Clock, Given, Rows
+from engine.waits import on_all, suspend_args, suspend_run, suspension, waitpoint, waitpoints
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -103,9 +103,14 @@ async def test_a_resume_may_be_delayed(engine: Engine, given: Given, rows: Rows,
 
 async def test_a_waitpoint_closed_before_the_resume_keeps_its_reason(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given, on_all("a", "b"))
-    await engine.close_waitpoint(execution_id=wait.execution_id, waitpoint_id=wait.points["a"][0], reason="enough")
+    await engine.close_waitpoint(
+        execution_id=wait.execution_id, waitpoint_id=wait.points["a"].waitpoint_id, reason="enough"
+    )
     await engine.resume_execution(execution_id=wait.execution_id)
-    assert [(await waitpoint(rows, wait.points[key][0]))["close_reason"] for key in "ab"] == ["enough", "resumed"]
+    assert [(await waitpoint(rows, wait.points[key].waitpoint_id))["close_reason"] for key in "ab"] == [
+        "enough",
+        "resumed",
+    ]
 
 
 async def test_the_attempt_timeout_continues_after_the_resume(
@@ -113,7 +118,7 @@ async def test_the_attempt_timeout_continues_after_the_resume(
 ) -> None:
     handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 8_000}})
     await clock.advance(seconds=3)
-    await suspended(engine, handle, args())
+    await suspend_run(engine, handle, suspend_args())
     await clock.advance(seconds=60)
     await engine.resume_execution(execution_id=handle.execution_id)
     now = await clock.advance(seconds=60)
@@ -128,7 +133,7 @@ async def test_only_a_suspended_execution_can_be_resumed_and_only_with_valid_arg
     await engine.resume_execution(execution_id=wait.execution_id)
     others = [await given.created(), await given.cancelled(), wait.execution_id, broken.execution_id]
     # No operation leaves a suspended execution without its suspension.
-    await connection.execute("delete from suspension where execution_id = $1", broken.execution_id[-36:])
+    await connection.execute("delete from suspension where execution_id = $1", uuid_of(broken.execution_id))
     async with rows.unchanged():
         for execution_id in others:
             await refused(engine.resume_execution(execution_id=execution_id), "execution_not_suspended")
@@ -163,7 +168,7 @@ async def test_a_signal_takes_four_statements_and_the_end_of_the_resumed_run_one
     monkeypatch.setattr(Database, "fetch", fetch)
     monkeypatch.setattr(Transaction, "fetch", fetch_within)
     await wait.send()
-    assert names == ["lock_targets", "read_deliveries", "insert_deliveries", "resume_held"]
+    assert names == ["lock_targets", "read_deliveries", "insert_deliveries", "resume_locked"]
     (resumed,) = await claim(engine)
     names.clear()
     await engine.complete(resumed.handle, b"done")

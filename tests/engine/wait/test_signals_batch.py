@@ -12,8 +12,8 @@ import pytest
 
 from engine.sending import Waiting, signals, stamps_written, waiting
 from engine.state import claim, refused
-from engine.waits import args, rewriting, suspended, suspension, waitpoint, waitpoints
-from fixtures import Clock, Engines, Eventually, Given, Rows
+from engine.waits import rewriting, suspend_args, suspend_run, suspension, waitpoint, waitpoints
+from fixtures import Clock, Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import Count, CountKind, OperatorOnly
@@ -49,7 +49,7 @@ async def check_resumed(rows: Rows, waits: Sequence[Waiting]) -> None:
         (point,) = await waitpoints(rows, wait.execution_id)
         assert (point["state"], point["close_reason"], point["signal_count"]) == ("closed", "resumed", 1)
         assert (await rows.execution(wait.execution_id))["public_state"] == "resumable"
-        assert events[wait.execution_id[-36:]] == 1
+        assert events[uuid_of(wait.execution_id)] == 1
 
 
 def own(wait: Waiting, **overrides: Any) -> dict[str, Any]:
@@ -167,7 +167,7 @@ async def test_a_cancelled_caller_does_not_cancel_the_others(
     assert [at for at, answer in enumerate(answers) if not isinstance(answer, Accepted)] == cancelled
 
     async def is_delivered() -> bool:
-        return bool(await rows.of("signal", execution_id=waits[BAD].execution_id[-36:]))
+        return bool(await rows.of("signal", execution_id=uuid_of(waits[BAD].execution_id)))
 
     await eventually(is_delivered)
     await check_resumed(rows, waits)
@@ -188,7 +188,7 @@ async def test_signals_of_one_execution_are_delivered_in_order_across_batches(
     assert [row["signal_name"] for row in await signals(rows, wait.execution_id)] == [f"s{at}" for at in range(120)]
     closed = await suspension(rows, wait.execution_id)
     assert closed["satisfier_ids"] == [answer.signal_id for answer in answers[:120]]
-    point = await waitpoint(rows, wait.points["wait"][0])
+    point = await waitpoint(rows, wait.points["wait"].waitpoint_id)
     assert (point["signal_count"], point["matched_signal_count"]) == (120, 120)
 
 
@@ -205,7 +205,7 @@ async def test_large_signals_of_one_execution_keep_their_order_and_payload(
 async def test_the_signal_limit_and_the_log_length_hold_within_a_transaction(
     engine: Engine, given: Given, rows: Rows
 ) -> None:
-    wait = await waiting(engine, given, args(resume_condition=OperatorOnly()))
+    wait = await waiting(engine, given, suspend_args(resume_condition=OperatorOnly()))
     items = [wait.signal(f"s{at}", max_signals_per_execution=30, signal_maxlen=5) for at in range(50)]
     answers = await sent(engine, items)
     assert Counter(answer if isinstance(answer, str) else "accepted" for answer in answers) == {
@@ -240,8 +240,8 @@ async def test_a_closing_engine_finishes_running_deliveries(engines: Engines, gi
 
 
 async def test_two_executions_may_use_one_key_and_one_signal_id(engine: Engine, given: Given) -> None:
-    one = Waiting(engine, (first := await suspended(engine, await given.claimed())).handle).on(first.details)
-    two = Waiting(engine, (second := await suspended(engine, await given.claimed())).handle).on(second.details)
+    one = Waiting(engine, (first := await suspend_run(engine, await given.claimed())).handle).on(first.details)
+    two = Waiting(engine, (second := await suspend_run(engine, await given.claimed())).handle).on(second.details)
     both: dict[str, Any] = {"idempotency_key": "k", "signal_id": uuid4()}
     answers = await sent(engine, [one.signal(**both), two.signal(**both)])
     assert [type(answer) for answer in answers] == [Accepted, Accepted]

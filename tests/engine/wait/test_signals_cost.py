@@ -8,7 +8,7 @@ import pytest
 
 from engine.sending import Waiting, running, signals, waiting
 from engine.state import claim, refused
-from engine.waits import args, fresh, suspended, suspension
+from engine.waits import fresh, suspend_args, suspend_run, suspension
 from fixtures import Given, Rows
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import Statement
@@ -83,12 +83,12 @@ async def test_a_count_of_signals_costs_the_same_for_the_last_signal_as_for_the_
     assert await cost.of(wait.send("vote")) == first
     assert {"read_deliveries", "insert_deliveries"} <= set(first[0])
     assert not {"list_satisfiers", "take_overflow"} & set(first[0])
-    closer = await wait.send("vote")
-    assert closer.effect == SATISFIED
+    closing_signal = await wait.send("vote")
+    assert closing_signal.effect == SATISFIED
     closed = await suspension(rows, wait.execution_id)
     stored = await signals(rows, wait.execution_id)
     assert closed["satisfier_ids"] == [row["signal_id"] for row in stored]
-    assert (len(stored), closed["satisfier_ids"][-1]) == (MANY + 2, closer.signal_id)
+    assert (len(stored), closed["satisfier_ids"][-1]) == (MANY + 2, closing_signal.signal_id)
 
 
 def sources(n: int) -> Condition:
@@ -112,7 +112,7 @@ async def test_a_condition_that_needs_its_satisfiers_reads_them_and_sends_none(
             second, _ = await cost.of(wait.send("noise", source_identity="s10"))
             assert {**sent, "insert_deliveries": 0} == {**second, "insert_deliveries": 0}
             assert "take_overflow" not in sent
-            assert await wait.accepted("vote", source_identity="s2") == SATISFIED
+            assert await wait.effect_of("vote", source_identity="s2") == SATISFIED
             await claim(engine)
 
 
@@ -137,8 +137,8 @@ async def test_signals_counted_at_one_waitpoint_do_not_keep_uncounted_ones_of_an
     condition = Count(
         n=FEW, count_kind=CountKind.DISTINCT_SIGNALS, matcher=ByName("vote"), waitpoints=("wait", "other")
     )
-    asked = args(waitpoints=(fresh("wait"), fresh("other")), resume_condition=condition)
-    wait = await waiting(engine, given, asked)
+    request = suspend_args(waitpoints=(fresh("wait"), fresh("other")), resume_condition=condition)
+    wait = await waiting(engine, given, request)
     await take(wait, 10)
     for at in range(6):
         await wait.send(f"noise{at}", "other", signal_maxlen=2)
@@ -150,7 +150,7 @@ async def test_counted_signals_do_not_keep_uncounted_ones_of_a_pending_waitpoint
     engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await running(engine, given)
-    outcome = await suspended(
+    outcome = await suspend_run(
         engine,
         wait.handle,
         waitpoints=(fresh("other"),),
@@ -170,13 +170,13 @@ async def test_a_full_log_keeps_buffered_signals_that_were_counted(engine: Engin
     for name in ("vote", "noise", "vote", "noise", "vote"):
         await wait.send(name)
     condition = Count(n=5, count_kind=CountKind.DISTINCT_SIGNALS, matcher=ByName("vote"), waitpoints=("wait",))
-    ahead = UsePending(waitpoint_id=WaitpointId(wait.points["wait"][0]))
-    outcome = await suspended(engine, wait.handle, waitpoints=(ahead,), resume_condition=condition)
+    ahead = UsePending(waitpoint_id=WaitpointId(wait.points["wait"].waitpoint_id))
+    outcome = await suspend_run(engine, wait.handle, waitpoints=(ahead,), resume_condition=condition)
     for at in range(6):
         await wait.send(f"late{at}", signal_maxlen=2)
     names = [row["signal_name"] for row in await signals(rows, wait.execution_id)]
     assert names == ["vote", "vote", "vote", "late4", "late5"]
-    assert [await wait.accepted("vote"), await wait.accepted("vote")] == ["appended_to_waitpoint", SATISFIED]
+    assert [await wait.effect_of("vote"), await wait.effect_of("vote")] == ["appended_to_waitpoint", SATISFIED]
     seen = await engine.observe_signals(outcome.handle)
     assert [one.signal_name for one in seen if one.satisfier] == ["vote"] * 5
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.sending import Waiting, running, signal_keys, signals, stamps_written, waiting
 from engine.state import claim, refused
-from engine.waits import args, on_all, suspended, token_of
+from engine.waits import on_all, suspend_args, suspend_run, token_of
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -124,9 +124,9 @@ async def test_without_the_token_every_refusal_is_the_same(
         "no such waitpoint, well signed": wait.send(
             key="a", waitpoint_id=unknown, waitpoint_token=token_of(wait.execution_id, unknown)
         ),
-        "waitpoint of another execution": wait.send(key="a", waitpoint_id=other.points["wait"][0]),
+        "waitpoint of another execution": wait.send(key="a", waitpoint_id=other.points["wait"].waitpoint_id),
         "with its own token": other.send(execution_id=wait.execution_id),
-        "token of another waitpoint": wait.send(key="a", waitpoint_token=wait.points["b"][1]),
+        "token of another waitpoint": wait.send(key="a", waitpoint_token=wait.points["b"].token),
         "closed waitpoint": ended.send(waitpoint_token=wrong),
     }
     answers = {}
@@ -177,7 +177,7 @@ async def test_a_corrupt_condition_is_never_satisfied(
     await stamped_only(
         engine, rows, clock, wait.send(waitpoint_token="k1:" + "0" * 64), "invalid_token", wait.execution_id
     )
-    assert await wait.accepted() == "appended_to_waitpoint no_op"
+    assert await wait.effect_of() == "appended_to_waitpoint no_op"
 
 
 async def test_an_unknown_execution_or_a_foreign_waitpoint_changes_nothing(
@@ -188,7 +188,7 @@ async def test_an_unknown_execution_or_a_foreign_waitpoint_changes_nothing(
         await refused(wait.send(execution_id=ABSENT), "execution_not_found")
         await refused(wait.send(execution_id=ABSENT, waitpoint_token=""), "execution_not_found")
         await refused(wait.send(waitpoint_id=uuid4()), "invalid_token")
-        await refused(wait.send(waitpoint_id=other.points["wait"][0]), "invalid_token")
+        await refused(wait.send(waitpoint_id=other.points["wait"].waitpoint_id), "invalid_token")
         await stamps_written(engine)
 
 
@@ -211,7 +211,7 @@ async def test_tokens_of_a_rotated_key_expire_after_its_grace_period(
     await clock.advance(ms=1)
     await stamped_only(engine, rows, clock, wait.send("x", "b"), "token_expired", wait.execution_id)
     later = await waiting(engine, given)
-    assert later.points["wait"][1].kid == "k2"
+    assert later.points["wait"].token.kid == "k2"
     assert isinstance(await later.send("ready"), Accepted)
 
 
@@ -244,7 +244,7 @@ async def test_a_closed_suspension_accepts_no_signal(engine: Engine, given: Give
     (resumed,) = await claim(engine)
     async with rows.unchanged():
         await refused(wait.send("ready"), "target_not_signalable")
-    await suspended(engine, resumed.handle)
+    await suspend_run(engine, resumed.handle)
     async with rows.unchanged():
         await refused(wait.send("ready"), "waitpoint_closed")
 
@@ -253,7 +253,7 @@ async def test_a_closed_or_expired_waitpoint_accepts_no_signal(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     closed, expired = await running(engine, given), await running(engine, given, expires_in_ms=1_000)
-    await engine.close_waitpoint(execution_id=closed.execution_id, waitpoint_id=closed.points["wait"][0])
+    await engine.close_waitpoint(execution_id=closed.execution_id, waitpoint_id=closed.points["wait"].waitpoint_id)
     await clock.advance(ms=999)
     assert isinstance(await expired.send(), Accepted)
     await clock.advance(ms=1)
@@ -264,7 +264,7 @@ async def test_a_closed_or_expired_waitpoint_accepts_no_signal(
     async with rows.unchanged():
         await refused(expired.send(), "waitpoint_closed")
     wait = await waiting(engine, given, on_all("a", "b"))
-    await engine.close_waitpoint(execution_id=wait.execution_id, waitpoint_id=wait.points["a"][0])
+    await engine.close_waitpoint(execution_id=wait.execution_id, waitpoint_id=wait.points["a"].waitpoint_id)
     async with rows.unchanged():
         await refused(wait.send("x", "a"), "waitpoint_closed")
     assert isinstance(await wait.send("x", "b"), Accepted)
@@ -290,7 +290,7 @@ async def test_the_lower_of_both_limits_bounds_the_signals_of_an_execution(
     for of_policy, of_signal, accepted in LIMITS:
         with subtests.test(f"policy {of_policy}, signal {of_signal}"):
             policy = {} if of_policy is None else {"max_signals_per_execution": of_policy}
-            wait = await waiting(engine, given, args(resume_condition=OperatorOnly()), policy=policy)
+            wait = await waiting(engine, given, suspend_args(resume_condition=OperatorOnly()), policy=policy)
             for _ in range(accepted):
                 assert isinstance(await wait.send("x", max_signals_per_execution=of_signal), Accepted)
             if accepted < 5:
@@ -305,19 +305,19 @@ async def test_the_limit_counts_all_signals_of_an_execution_without_duplicates(
     for _ in range(3):
         first = await wait.send("x", idempotency_key="k", signal_maxlen=1)
     assert isinstance(first, SignalDuplicate)
-    outcome = await suspended(engine, wait.handle, on_all("a", "b"))
+    outcome = await suspend_run(engine, wait.handle, on_all("a", "b"))
     wait.on(outcome.details)
     await wait.send("x", "a")
     await wait.send("x", "b")
     (resumed,) = await claim(engine)
-    again = Waiting(engine, wait.handle).on((await suspended(engine, resumed.handle)).details)
+    again = Waiting(engine, wait.handle).on((await suspend_run(engine, resumed.handle)).details)
     async with rows.unchanged():
         await refused(again.send("ready"), "signal_limit_exceeded")
         assert isinstance(await wait.send("x", idempotency_key="k"), SignalDuplicate)
 
 
 async def test_signals_trimmed_from_the_log_count_towards_the_limit(engine: Engine, given: Given, rows: Rows) -> None:
-    wait = await waiting(engine, given, args(resume_condition=OperatorOnly()))
+    wait = await waiting(engine, given, suspend_args(resume_condition=OperatorOnly()))
     for _ in range(4):
         await wait.send("x", signal_maxlen=1)
     assert len(await signals(rows, wait.execution_id)) == 1
@@ -359,7 +359,7 @@ async def approve(wait: Waiting, name: str = "approved", **overrides: Any) -> An
     return await wait.engine.deliver_approval_signal(
         **{
             "execution_id": wait.execution_id,
-            "waitpoint_id": wait.points["wait"][0],
+            "waitpoint_id": wait.points["wait"].waitpoint_id,
             "signal_name": name,
             "idempotency_suffix": "1",
             **overrides,
@@ -393,7 +393,7 @@ async def test_an_approval_needs_a_matching_lane_and_a_waitpoint_of_the_executio
         await refused(approve(wait, execution_id=ABSENT), "execution_not_found")
         await refused(approve(wait, lane_id="elsewhere"), "invalid_input", detail)
         await refused(approve(wait, waitpoint_id=uuid4()), "waitpoint_not_found")
-        await refused(approve(wait, waitpoint_id=other.points["wait"][0]), "waitpoint_not_found")
+        await refused(approve(wait, waitpoint_id=other.points["wait"].waitpoint_id), "waitpoint_not_found")
         await refused(approve(wait, maxlen=0), "invalid_input", "signal_maxlen")
         for ttl in (-1, 2**53, None, 1.5):
             await refused(

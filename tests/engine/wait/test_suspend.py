@@ -4,8 +4,19 @@ from typing import Any
 
 import pytest
 
-from engine.state import FENCED, RESUMABLE, attempts, claim, event_texts, lease_left, refused, vector
-from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, token_of, triple, waitpoint, waitpoints
+from engine.state import FENCED_OPERATIONS, RESUMABLE, attempts, claim, event_texts, lease_fields, refused, vector
+from engine.waits import (
+    SUSPENDED,
+    fresh,
+    on_all,
+    suspend_args,
+    suspend_run,
+    suspension,
+    token_of,
+    triple,
+    waitpoint,
+    waitpoints,
+)
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -23,13 +34,13 @@ async def test_a_suspend_releases_the_lease_and_keeps_the_attempt(
     claimed = await given.run(tags={"ff.instance_id": "i-1"}, execution_deadline_at=began + 3_600_000)
     worker_no = (await rows.execution(claimed.execution_id))["worker_no"]
     now = await clock.advance(seconds=1)
-    asked = args(timeout_at=now + 60_000)
-    await engine.suspend(claimed.handle, asked)
+    request = suspend_args(timeout_at=now + 60_000)
+    await engine.suspend(claimed.handle, request)
     row = await rows.execution(claimed.execution_id)
-    assert (vector(row), lease_left(row)) == (SUSPENDED, {})
-    first = asked.waitpoints[0].waitpoint_id
+    assert (vector(row), lease_fields(row)) == (SUSPENDED, {})
+    first = request.waitpoints[0].waitpoint_id
     assert row["blocking_detail"] == f"suspended: waitpoint {first} awaiting waiting_for_signal"
-    assert (row["suspension_timeout_at"], row["suspension_id"]) == (now + 60_000, asked.suspension_id)
+    assert (row["suspension_timeout_at"], row["suspension_id"]) == (now + 60_000, request.suspension_id)
     assert (row["deadline_at"], row["delay_until"]) == (began + 3_600_000, None)
     assert await rows.timers(claimed.execution_id) == {
         "suspension_timeout": now + 60_000,
@@ -41,7 +52,7 @@ async def test_a_suspend_releases_the_lease_and_keeps_the_attempt(
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", "suspend")
     assert (attempt["started_at"], attempt["suspended_at"], attempt["ended_at"]) == (began, now, None)
-    assert (attempt["attempt_id"], attempt["suspension_id"]) == (claimed.attempt_id, asked.suspension_id)
+    assert (attempt["attempt_id"], attempt["suspension_id"]) == (claimed.attempt_id, request.suspension_id)
     assert (attempt["lease_epoch"], attempt["worker_no"]) == (2, None)
     assert await event_texts(rows, claimed.execution_id) == ["acquired", "released suspend"]
     event = (await rows.events(claimed.execution_id))[1]
@@ -53,7 +64,7 @@ async def test_a_suspend_releases_the_lease_and_keeps_the_attempt(
 async def test_a_suspension_row_holds_the_arguments(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     claimed = await given.run()
     now = await clock.advance(seconds=1)
-    asked = args(
+    request = suspend_args(
         reason_code="waiting_for_approval",
         requested_by="policy",
         timeout_at=now + 60_000,
@@ -61,15 +72,15 @@ async def test_a_suspension_row_holds_the_arguments(engine: Engine, given: Given
         continuation_metadata_pointer="s3://there",
         resume_policy=ResumePolicy(resume_delay_ms=500),
     )
-    await engine.suspend(claimed.handle, asked)
+    await engine.suspend(claimed.handle, request)
     row = await suspension(rows, claimed.execution_id)
     execution = await rows.execution(claimed.execution_id)
     assert row == {
         "partition_key": execution["partition_key"],
         "execution_id": execution["execution_id"],
-        "suspension_id": asked.suspension_id,
+        "suspension_id": request.suspension_id,
         "attempt_index": 0,
-        "waitpoint_ids": [asked.waitpoints[0].waitpoint_id],
+        "waitpoint_ids": [request.waitpoints[0].waitpoint_id],
         "namespace_no": execution["namespace_no"],
         "lane_no": row["lane_no"],
         "reason_code": "waiting_for_approval",
@@ -94,7 +105,7 @@ async def test_a_waitpoint_of_a_suspension_is_active_and_has_its_token(
 ) -> None:
     claimed = await given.run()
     now = await clock.advance(seconds=1)
-    outcome = await suspended(engine, claimed.handle, timeout_at=now + 60_000)
+    outcome = await suspend_run(engine, claimed.handle, timeout_at=now + 60_000)
     details = outcome.details
     row = await waitpoint(rows, details.waitpoint_id)
     token = token_of(claimed.execution_id, details.waitpoint_id)
@@ -125,9 +136,9 @@ async def test_a_waitpoint_of_a_suspension_is_active_and_has_its_token(
 
 async def test_each_of_several_waitpoints_has_its_own_token(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
-    asked = on_all("a", "b", "c")
-    details = (await suspended(engine, handle, asked)).details
-    ids = [binding.waitpoint_id for binding in asked.waitpoints]
+    request = on_all("a", "b", "c")
+    details = (await suspend_run(engine, handle, request)).details
+    ids = [binding.waitpoint_id for binding in request.waitpoints]
     assert (await suspension(rows, handle.execution_id))["waitpoint_ids"] == ids
     others = details.additional_waitpoints
     assert [details.waitpoint_id, *(each.waitpoint_id for each in others)] == ids
@@ -148,13 +159,13 @@ async def test_a_waitpoint_stores_the_signal_names_of_its_condition(engine: Engi
         )
     )
     handle = await given.claimed()
-    await suspended(engine, handle, waitpoints=(fresh("a"), fresh("b")), resume_condition=condition)
+    await suspend_run(engine, handle, waitpoints=(fresh("a"), fresh("b")), resume_condition=condition)
     one, other = await waitpoints(rows, handle.execution_id)
     assert one["required_signal_names"] == ["go", "vote", "__operator_only__"]
     assert other["required_signal_names"] == ["vote", "__operator_only__"]
 
 
-BLOCKING = {
+BLOCKING_REASONS = {
     "waiting_for_signal": "waiting_for_signal",
     "waiting_for_approval": "waiting_for_approval",
     "waiting_for_callback": "waiting_for_callback",
@@ -165,28 +176,29 @@ BLOCKING = {
     "step_boundary": "waiting_for_signal",
     "manual_pause": "paused_by_operator",
 }
+"""The blocking reason of an execution by the reason code of its suspension."""
 
 
 async def test_every_reason_code_sets_its_blocking_reason(
     engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
-    assert set(BLOCKING) == set(SuspensionReason)
-    for reason, blocking in BLOCKING.items():
+    assert set(BLOCKING_REASONS) == set(SuspensionReason)
+    for reason, blocking in BLOCKING_REASONS.items():
         with subtests.test(reason):
             handle = await given.claimed()
-            await suspended(engine, handle, reason_code=reason)
+            await suspend_run(engine, handle, reason_code=reason)
             row = await rows.execution(handle.execution_id)
             assert (row["blocking_reason"], row["public_state"]) == (blocking, "suspended")
             assert row["blocking_detail"].endswith(f" awaiting {reason}")
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_wait_for_an_operator_or_a_timeout_only_has_a_waitpoint_too(
+async def test_an_operator_only_or_timeout_only_wait_has_a_waitpoint(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     for condition in (OperatorOnly(), TimeoutOnly()):
         handle = await given.claimed()
-        await suspended(engine, handle, resume_condition=condition, timeout_at=await clock.now() + 1000)
+        await suspend_run(engine, handle, resume_condition=condition, timeout_at=await clock.now() + 1000)
         (row,) = await waitpoints(rows, handle.execution_id)
         assert (row["state"], len(row["required_signal_names"])) == ("active", 1)
 
@@ -194,42 +206,46 @@ async def test_a_wait_for_an_operator_or_a_timeout_only_has_a_waitpoint_too(
 # Handles.
 
 
-async def test_after_a_suspend_neither_handle_holds_a_lease(
+async def test_after_a_suspend_the_old_and_the_returned_handle_are_refused(
     engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     handle = await given.claimed()
-    outcome = await suspended(engine, handle)
+    outcome = await suspend_run(engine, handle)
     assert (outcome.handle.kind, outcome.handle.backend) == (HandleKind.SUSPENDED, Backend.POSTGRES)
     assert outcome.handle.opaque == handle.opaque
     async with rows.unchanged():
-        for name, operation in FENCED.items():
+        for name, operation in FENCED_OPERATIONS.items():
             with subtests.test(name):
                 await refused(operation(engine, handle), "lease_conflict")
                 await refused(operation(engine, outcome.handle), "lease_conflict")
-        await refused(engine.suspend(handle, args()), "lease_conflict")
-        await refused(engine.suspend(outcome.handle, args()), "already_suspended")
+        await refused(engine.suspend(handle, suspend_args()), "lease_conflict")
+        await refused(engine.suspend(outcome.handle, suspend_args()), "already_suspended")
 
 
-async def test_a_fence_is_enough_to_suspend(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
+async def test_suspend_by_triple_needs_only_the_fence_of_the_lease(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     handle = await given.claimed(lease_ttl_ms=20_000)
-    asked = args()
-    outcome = await engine.suspend_by_triple(**triple(handle), args=asked)
+    request = suspend_args()
+    outcome = await engine.suspend_by_triple(**triple(handle), args=request)
     assert isinstance(outcome, Suspended)
     assert (outcome.handle.kind, outcome.handle.backend) == (HandleKind.SUSPENDED, Backend.POSTGRES)
     assert outcome.handle.opaque == handle.opaque
-    assert outcome.details.suspension_id == asked.suspension_id
+    assert outcome.details.suspension_id == request.suspension_id
     assert vector(await rows.execution(handle.execution_id)) == SUSPENDED
     async with rows.unchanged():
-        await refused(engine.suspend_by_triple(**triple(handle), args=args()), "lease_conflict")
+        await refused(engine.suspend_by_triple(**triple(handle), args=suspend_args()), "lease_conflict")
 
 
-async def test_a_suspend_by_triple_returns_a_handle_with_the_ttl_of_the_renewed_lease(
+async def test_suspend_by_triple_returns_a_handle_with_the_ttl_of_the_renewed_lease(
     engine: Engine, given: Given, clock: Clock
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=20_000)
     await clock.advance(seconds=5)
     await engine.renew(handle)
-    outcome = await engine.suspend_by_triple(**{**triple(handle), "lease_id": str(handle.lease_id)}, args=args())
+    outcome = await engine.suspend_by_triple(
+        **{**triple(handle), "lease_id": str(handle.lease_id)}, args=suspend_args()
+    )
     assert isinstance(outcome, Suspended)
     assert outcome.handle.lease_ttl_ms == 20_000
 
@@ -237,9 +253,9 @@ async def test_a_suspend_by_triple_returns_a_handle_with_the_ttl_of_the_renewed_
 # Timeouts.
 
 
-async def test_a_suspend_without_a_timeout_sets_none(engine: Engine, given: Given, rows: Rows) -> None:
+async def test_a_suspend_without_a_timeout_sets_no_timer(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
-    await suspended(engine, handle, timeout_behavior="expire")
+    await suspend_run(engine, handle, timeout_behavior="expire")
     assert (await rows.execution(handle.execution_id))["suspension_timeout_at"] is None
     assert await rows.timers(handle.execution_id) == {}
     wait = await suspension(rows, handle.execution_id)
@@ -257,16 +273,16 @@ TIMEOUTS: list[tuple[dict[str, Any], int, str]] = [
 """The arguments with timeout_at counted from now, the resulting timeout in milliseconds, and its behavior."""
 
 
-async def test_the_policy_gives_the_timeout_that_the_arguments_do_not(
+async def test_a_timeout_that_the_arguments_omit_is_taken_from_the_policy(
     engine: Engine, given: Given, rows: Rows, clock: Clock, subtests: pytest.Subtests
 ) -> None:
     policy = {"suspension_policy": {"default_timeout_ms": 30_000, "timeout_behavior": "escalate"}}
-    for asked, after_ms, behavior in TIMEOUTS:
-        with subtests.test(f"{asked}"):
+    for request, after_ms, behavior in TIMEOUTS:
+        with subtests.test(f"{request}"):
             handle = await given.claimed(policy=policy)
             now = await clock.advance(seconds=1)
-            timeout = {"timeout_at": now + asked["timeout_at"]} if "timeout_at" in asked else {}
-            await suspended(engine, handle, **{**asked, **timeout})
+            timeout = {"timeout_at": now + request["timeout_at"]} if "timeout_at" in request else {}
+            await suspend_run(engine, handle, **{**request, **timeout})
             wait = await suspension(rows, handle.execution_id)
             assert (wait["timeout_at"], wait["timeout_behavior"]) == (now + after_ms, behavior)
             assert await rows.timers(handle.execution_id) == {"suspension_timeout": now + after_ms}
@@ -280,24 +296,24 @@ async def test_a_timeout_in_the_recent_past_is_due_at_once(
     for ago_ms in (0, 1, 600_000):
         handle = await given.claimed()
         now = await clock.now()
-        await suspended(engine, handle, timeout_at=now - ago_ms)
-        # Sweeps that have read everything up to now do not read older timers again.
+        await suspend_run(engine, handle, timeout_at=now - ago_ms)
+        # The timer is set to now: a sweep that has read all timers up to now does not read older ones again.
         assert await rows.timers(handle.execution_id) == {"suspension_timeout": now}
         assert (await suspension(rows, handle.execution_id))["timeout_at"] == now - ago_ms
 
 
 async def test_a_timeout_wakes_the_loop_that_waits_for_timers(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed()
-    await suspended(engine, handle)
+    await suspend_run(engine, handle)
     parts_of(engine).wakeups.next_timer = float("inf")
     parts_of(engine).wakeups.timer_event.clear()
     other = await given.claimed()
-    await suspended(engine, other, timeout_at=await clock.now() + 1000)
+    await suspend_run(engine, other, timeout_at=await clock.now() + 1000)
     assert parts_of(engine).wakeups.timer_event.is_set()
     assert parts_of(engine).wakeups.next_timer < float("inf")
 
 
-# A second suspend.
+# Resumed runs and secret tokens.
 
 
 async def test_a_run_that_was_delayed_before_can_suspend(
@@ -310,7 +326,7 @@ async def test_a_run_that_was_delayed_before_can_suspend(
     await parts_of(engine).delays.promote_due()
     now = await clock.advance(seconds=1)
     (again,) = await claim(engine)
-    outcome = await suspended(engine, again.handle)
+    outcome = await suspend_run(engine, again.handle)
     (attempt,) = await attempts(rows, first.execution_id)
     assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", "suspend")
     assert (attempt["started_at"], attempt["resumed_at"], attempt["suspended_at"]) == (began, now, now)
@@ -324,7 +340,7 @@ async def test_tokens_appear_in_no_output_or_log(
 ) -> None:
     caplog.set_level("DEBUG")
     handle = await given.claimed()
-    outcome = await suspended(engine, handle, on_all("a", "b", idempotency_key="once"))
+    outcome = await suspend_run(engine, handle, on_all("a", "b", idempotency_key="once"))
     details = outcome.details
     tokens = [details.waitpoint_token.reveal(), details.additional_waitpoints[0].waitpoint_token.reveal()]
     shown = repr(outcome) + str(outcome) + caplog.text + str(await rows.of("event_each"))

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from engine.state import ACTIVE, EXPIRED_LEASE, vector
-from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, suspension, token_of, waitpoints
-from fixtures import Clock, Engines, Given, Rows
+from engine.waits import SUSPENDED, on_all, suspend_args, suspend_keys, suspend_run, suspension, token_of, waitpoints
+from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.db.database import Database
 from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.model.errors import EngineError
@@ -47,7 +47,9 @@ async def test_concurrent_suspends_share_one_transaction(
     handles = [await given.claimed() for _ in range(20)]
     now = await clock.advance(seconds=1)
     asked = [
-        on_all("a", "b", timeout_at=now + at) if at % 2 else args(reason_code="manual_pause", idempotency_key=f"{at}")
+        on_all("a", "b", timeout_at=now + at)
+        if at % 2
+        else suspend_args(reason_code="manual_pause", idempotency_key=f"{at}")
         for at in range(20)
     ]
     transactions.clear()
@@ -82,7 +84,12 @@ async def test_a_refused_suspend_does_not_affect_the_others(
     absent = msgspec.structs.replace(good, execution_id=good.execution_id[:-36] + str(uuid4()))
     other = msgspec.structs.replace(stale, lease_epoch=9)
     answers = await at_once(
-        engine, (expired, args()), (good, args()), (other, args()), (absent, args()), (mended, args(timeout_at=0))
+        engine,
+        (expired, suspend_args()),
+        (good, suspend_args()),
+        (other, suspend_args()),
+        (absent, suspend_args()),
+        (mended, suspend_args(timeout_at=0)),
     )
     assert codes(answers) == [
         "lease_expired",
@@ -98,10 +105,13 @@ async def test_a_refused_suspend_does_not_affect_the_others(
 
 async def test_a_waitpoint_id_in_use_fails_only_its_own_suspend(engine: Engine, given: Given, rows: Rows) -> None:
     holder, *handles = [await given.claimed() for _ in range(4)]
-    taken = (await suspended(engine, holder)).details.waitpoint_id
+    taken = (await suspend_run(engine, holder)).details.waitpoint_id
     binding = Fresh(waitpoint_id=taken, waitpoint_key="wait")
     answers = await at_once(
-        engine, (handles[0], args()), (handles[1], args(waitpoints=(binding,))), (handles[2], args())
+        engine,
+        (handles[0], suspend_args()),
+        (handles[1], suspend_args(waitpoints=(binding,))),
+        (handles[2], suspend_args()),
     )
     assert codes(answers) == ["Suspended", "waitpoint_already_exists", "Suspended"]
     assert vector(await rows.execution(handles[1].execution_id)) == ACTIVE
@@ -111,8 +121,8 @@ async def test_a_waitpoint_id_in_use_fails_only_its_own_suspend(engine: Engine, 
 async def test_of_two_suspends_with_one_waitpoint_id_one_succeeds(engine: Engine, given: Given, rows: Rows) -> None:
     handles = [await given.claimed() for _ in range(3)]
     binding = Fresh(waitpoint_id=WaitpointId(uuid4()), waitpoint_key="wait")
-    same = args(waitpoints=(binding,))
-    answers = await at_once(engine, (handles[0], same), (handles[1], same), (handles[2], args()))
+    same = suspend_args(waitpoints=(binding,))
+    answers = await at_once(engine, (handles[0], same), (handles[1], same), (handles[2], suspend_args()))
     assert sorted(codes(answers)) == ["Suspended", "Suspended", "waitpoint_already_exists"]
     assert isinstance(answers[2], Suspended)
     assert len(await rows.of("waitpoint")) == 2
@@ -126,9 +136,9 @@ async def test_a_locked_row_does_not_delay_the_other_suspends(
     held, free = await given.claimed(), await given.claimed()
     transaction = connection.transaction()
     await transaction.start()
-    await connection.execute("select from execution where execution_id = $1 for update", held.execution_id[-36:])
-    waiting = asyncio.ensure_future(engine.suspend(held, args()))
-    await suspended(engine, free)
+    await connection.execute("select from execution where execution_id = $1 for update", uuid_of(held.execution_id))
+    waiting = asyncio.ensure_future(engine.suspend(held, suspend_args()))
+    await suspend_run(engine, free)
     assert not waiting.done()
     await transaction.rollback()
     assert isinstance(await waiting, Suspended)
@@ -137,6 +147,6 @@ async def test_a_locked_row_does_not_delay_the_other_suspends(
 async def test_a_closing_engine_finishes_running_suspends(engines: Engines, engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     async with second_engine(engine) as other:
-        asked = asyncio.ensure_future(other.suspend(handle, args()))
+        asked = asyncio.ensure_future(other.suspend(handle, suspend_args()))
         await asyncio.sleep(0)
     assert isinstance(await asked, Suspended)

@@ -6,7 +6,7 @@ from uuid import uuid4
 import pytest
 
 from engine.state import ACTIVE, event_texts, refused, vector
-from engine.waits import FORMS, SUSPENDED, args, fresh, suspended, suspension, using, waitpoint
+from engine.waits import FORMS, SUSPENDED, fresh, suspend_args, suspend_run, suspension, using, waitpoint
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import (
@@ -52,15 +52,15 @@ async def test_a_pending_waitpoint_keeps_its_id_key_and_token(
     before = await waitpoint(rows, pending.waitpoint_id)
     now = await clock.advance(seconds=1)
     await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex="cd" * 32, grace_ms=LONG)
-    asked = using(pending, timeout_at=now + 5000)
-    outcome = await suspended(engine, handle, asked)
+    request = using(pending, timeout_at=now + 5000)
+    outcome = await suspend_run(engine, handle, request)
     assert outcome.details.waitpoint_id == pending.waitpoint_id
     assert (outcome.details.waitpoint_key, outcome.details.additional_waitpoints) == ("wait", ())
     assert outcome.details.waitpoint_token.reveal() == pending.hmac_token.reveal()
     after = await waitpoint(rows, pending.waitpoint_id)
     assert {name: after[name] for name in after if after[name] != before[name]} == {
         "state": "active",
-        "suspension_id": asked.suspension_id,
+        "suspension_id": request.suspension_id,
         "activated_at": now,
         "expires_at": now + 5000,
         "required_signal_names": ["ready"],
@@ -75,13 +75,13 @@ async def test_the_satisfiers_of_a_suspension_stay_readable_by_its_id(engine: En
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "ready")
-    asked = using(pending)
-    assert isinstance(await engine.suspend(handle, asked), AlreadySatisfied)
+    request = using(pending)
+    assert isinstance(await engine.suspend(handle, request), AlreadySatisfied)
     seen = await engine.observe_signals(handle)
     assert [(each.signal_name, each.satisfier) for each in seen] == [("ready", True)]
-    await suspended(engine, handle)
+    await suspend_run(engine, handle)
     assert await engine.observe_signals(handle) == []
-    assert await engine.observe_signals(handle, suspension_id=asked.suspension_id) == seen
+    assert await engine.observe_signals(handle, suspension_id=request.suspension_id) == seen
 
 
 async def test_without_a_timeout_an_activated_waitpoint_does_not_expire(
@@ -89,7 +89,7 @@ async def test_without_a_timeout_an_activated_waitpoint_does_not_expire(
 ) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
-    await suspended(engine, handle, using(pending))
+    await suspend_run(engine, handle, using(pending))
     assert (await waitpoint(rows, pending.waitpoint_id))["expires_at"] is None
 
 
@@ -102,14 +102,17 @@ async def test_a_satisfied_condition_keeps_the_lease(engine: Engine, given: Give
     now = await clock.advance(seconds=1)
     execution = await rows.execution(handle.execution_id)
     events = await event_texts(rows, handle.execution_id)
-    asked = using(pending)
-    outcome = await engine.suspend(handle, asked)
+    request = using(pending)
+    outcome = await engine.suspend(handle, request)
     assert isinstance(outcome, AlreadySatisfied)
     assert outcome.details is not None
-    assert (outcome.details.suspension_id, outcome.details.waitpoint_id) == (asked.suspension_id, pending.waitpoint_id)
+    assert (outcome.details.suspension_id, outcome.details.waitpoint_id) == (
+        request.suspension_id,
+        pending.waitpoint_id,
+    )
     assert outcome.details.waitpoint_token == pending.hmac_token
     assert outcome.reason == "resume_condition_satisfied"
-    assert await rows.execution(handle.execution_id) == {**execution, "suspension_id": asked.suspension_id}
+    assert await rows.execution(handle.execution_id) == {**execution, "suspension_id": request.suspension_id}
     assert (vector(execution), await event_texts(rows, handle.execution_id)) == (ACTIVE, events)
     assert await rows.of("attempt") == []
     row = await waitpoint(rows, pending.waitpoint_id)
@@ -131,7 +134,7 @@ async def test_a_run_may_suspend_again_after_a_satisfied_suspend(engine: Engine,
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "ready")
     assert isinstance(await engine.suspend(handle, using(pending)), AlreadySatisfied)
-    outcome = await suspended(engine, handle)
+    outcome = await suspend_run(engine, handle)
     row = await suspension(rows, handle.execution_id)
     assert (row["suspension_id"], row["closed_at"]) == (outcome.details.suspension_id, None)
     assert (row["satisfier_ids"], row["satisfied_at"], row["last_signal_at"]) == ([], None, None)
@@ -147,7 +150,7 @@ async def test_buffered_signals_count_towards_a_composite(
     await signal(engine, handle, pending, "vote", "ann")
     signalled_at = await clock.now()
     await clock.advance(seconds=1)
-    outcome = await suspended(engine, handle, using(pending, resume_condition=votes(2)))
+    outcome = await suspend_run(engine, handle, using(pending, resume_condition=votes(2)))
     wait = await suspension(rows, handle.execution_id)
     assert (wait["satisfier_ids"], wait["last_signal_at"]) == ([first.signal_id], signalled_at)
     row = await waitpoint(rows, pending.waitpoint_id)
@@ -189,7 +192,7 @@ async def test_buffered_signals_do_not_count_for_a_fresh_waitpoint(engine: Engin
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "ready")
-    outcome = await suspended(engine, handle, suspension_id=uuid4())
+    outcome = await suspend_run(engine, handle, suspension_id=uuid4())
     assert outcome.details.waitpoint_id != pending.waitpoint_id
 
 
@@ -197,9 +200,9 @@ async def test_a_pending_waitpoint_may_be_passed_as_plain_values(engine: Engine,
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     plain = {"UsePending": {"waitpoint_id": str(pending.waitpoint_id)}}
-    asked = args(waitpoints=[plain], resume_condition="OperatorOnly", suspension_id=str(uuid4()))
-    assert asked.waitpoints == (UsePending(waitpoint_id=pending.waitpoint_id),)
-    await suspended(engine, handle, asked)
+    request = suspend_args(waitpoints=[plain], resume_condition="OperatorOnly", suspension_id=str(uuid4()))
+    assert request.waitpoints == (UsePending(waitpoint_id=pending.waitpoint_id),)
+    await suspend_run(engine, handle, request)
     assert (await waitpoint(rows, pending.waitpoint_id))["required_signal_names"] == ["__operator_only__"]
 
 
@@ -231,8 +234,8 @@ async def test_keys_that_a_pending_waitpoint_does_not_bind_are_refused(
         async with rows.unchanged():
             for condition, detail in UNBOUND:
                 with subtests.test(f"{form}: {condition}"):
-                    asked = using(pending, resume_condition=condition, idempotency_key="once")
-                    refusal = await refused(suspend(engine, handle, asked), "invalid_input")
+                    request = using(pending, resume_condition=condition, idempotency_key="once")
+                    refusal = await refused(suspend(engine, handle, request), "invalid_input")
                     assert str(refusal.detail).startswith(detail)
         assert isinstance(await suspend(engine, handle, using(pending)), AlreadySatisfied)
 
@@ -250,8 +253,8 @@ async def test_a_pending_waitpoint_must_be_the_only_one(engine: Engine, given: G
     async with rows.unchanged():
         for bindings, condition, detail in cases:
             for suspend in FORMS.values():
-                asked = args(waitpoints=bindings, resume_condition=condition)
-                await refused(suspend(engine, handle, asked), "invalid_input", detail)
+                request = suspend_args(waitpoints=bindings, resume_condition=condition)
+                await refused(suspend(engine, handle, request), "invalid_input", detail)
     await engine.renew(handle)
 
 
@@ -259,12 +262,12 @@ async def test_a_pending_waitpoint_may_wait_for_an_operator_or_a_timeout_only(en
     for condition, others in ((OperatorOnly(), {}), (TimeoutOnly(), {"timeout_at": 2**50})):
         handle = await given.claimed()
         pending = await ahead(engine, handle)
-        await suspended(engine, handle, using(pending, resume_condition=condition, **others))
+        await suspend_run(engine, handle, using(pending, resume_condition=condition, **others))
 
 
 async def test_the_state_of_a_pending_waitpoint_is_checked_before_its_key(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=pending.waitpoint_id)
-    asked = using(pending, resume_condition=Single(waitpoint_key="a"))
-    await refused(engine.suspend(handle, asked), "waitpoint_not_pending")
+    request = using(pending, resume_condition=Single(waitpoint_key="a"))
+    await refused(engine.suspend(handle, request), "waitpoint_not_pending")

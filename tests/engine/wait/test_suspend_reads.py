@@ -7,8 +7,8 @@ from uuid import uuid4
 import pytest
 
 from engine.state import claim, refused
-from engine.waits import args, on_all, suspended, suspension
-from fixtures import Clock, Given, Rows
+from engine.waits import on_all, suspend_args, suspend_run, suspension
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import listing
@@ -21,7 +21,7 @@ WEEK = 604_800_000
 async def waiting(engine: Engine, given: Given, *, reason: str = "waiting_for_signal", **overrides: Any) -> str:
     """The id of a new suspended execution."""
     handle = await given.claimed(**overrides)
-    await suspended(engine, handle, reason_code=reason)
+    await suspend_run(engine, handle, reason_code=reason)
     return str(handle.execution_id)
 
 
@@ -126,16 +126,16 @@ async def test_a_snapshot_shows_the_first_waitpoint_and_the_continuation_pointer
     before = await engine.describe_execution(handle.execution_id)
     assert before is not None
     assert (before.current_waitpoint, before.continuation_metadata_pointer) == (None, None)
-    asked = on_all("a", "b", continuation_metadata_pointer="s3://there")
-    await suspended(engine, handle, asked)
+    request = on_all("a", "b", continuation_metadata_pointer="s3://there")
+    await suspend_run(engine, handle, request)
     shown = await engine.describe_execution(handle.execution_id)
     assert shown is not None
-    assert shown.current_waitpoint == asked.waitpoints[0].waitpoint_id
+    assert shown.current_waitpoint == request.waitpoints[0].waitpoint_id
     assert shown.continuation_metadata_pointer == "s3://there"
     assert (shown.public_state, shown.blocking_reason) == ("suspended", "waiting_for_signal")
     assert (shown.current_lease, shown.total_attempt_count) == (None, 1)
     (attempt,) = await engine.list_attempts(handle.execution_id)
-    assert (attempt.attempt_state, attempt.suspension_id) == ("suspended", asked.suspension_id)
+    assert (attempt.attempt_state, attempt.suspension_id) == ("suspended", request.suspension_id)
     await engine.resume_execution(execution_id=handle.execution_id)
     after = await engine.describe_execution(handle.execution_id)
     assert after is not None
@@ -148,14 +148,14 @@ async def test_a_snapshot_shows_the_first_waitpoint_and_the_continuation_pointer
 async def test_the_fields_of_a_suspension_are_read_by_name(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed()
     timeout_at = await clock.now() + 1000
-    asked = args(timeout_at=timeout_at)
+    request = suspend_args(timeout_at=timeout_at)
     names = ["current_suspension_id", "current_waitpoint_id", "suspension_timeout_at", "last_hmac_validation_failed_at"]
     nothing = dict.fromkeys(names)
     assert await engine.read_exec_core_fields(handle.execution_id, names) == nothing
-    await suspended(engine, handle, asked)
+    await suspend_run(engine, handle, request)
     assert await engine.read_exec_core_fields(handle.execution_id, names) == {
-        "current_suspension_id": str(asked.suspension_id),
-        "current_waitpoint_id": str(asked.waitpoints[0].waitpoint_id),
+        "current_suspension_id": str(request.suspension_id),
+        "current_waitpoint_id": str(request.waitpoints[0].waitpoint_id),
         "suspension_timeout_at": str(timeout_at),
         "last_hmac_validation_failed_at": None,
     }
@@ -189,8 +189,8 @@ async def test_the_rows_of_a_suspension_are_deleted_with_its_execution(
 ) -> None:
     async def waits() -> str:
         handle = await given.claimed(policy={"max_signals_per_execution": 5})
-        asked = on_all("a", "b", idempotency_key="once")
-        details = (await suspended(engine, handle, asked)).details
+        request = on_all("a", "b", idempotency_key="once")
+        details = (await suspend_run(engine, handle, request)).details
         await engine.deliver_signal(
             execution_id=handle.execution_id,
             waitpoint_id=details.waitpoint_id,
@@ -201,15 +201,15 @@ async def test_the_rows_of_a_suspension_are_deleted_with_its_execution(
 
     gone, stays = await waits(), await waits()
     await engine.cancel_execution(execution_id=gone, reason="not wanted")
-    kept = {table: await rows.of(table, execution_id=stays[-36:]) for table in TABLES}
+    kept = {table: await rows.of(table, execution_id=uuid_of(stays)) for table in TABLES}
     assert all(kept.values())
     await clock.advance(ms=WEEK * 52)
-    assert [len(await rows.of("idempotency_key", scope=one[-36:])) for one in (gone, stays)] == [1, 1]
+    assert [len(await rows.of("idempotency_key", scope=uuid_of(one))) for one in (gone, stays)] == [1, 1]
     assert await parts_of(engine).retention.trim() == 1
-    assert [len(await rows.of("idempotency_key", scope=one[-36:])) for one in (gone, stays)] == [0, 1]
+    assert [len(await rows.of("idempotency_key", scope=uuid_of(one))) for one in (gone, stays)] == [0, 1]
     for table in TABLES:
-        assert await rows.of(table, execution_id=gone[-36:]) == []
-        assert await rows.of(table, execution_id=stays[-36:]) == kept[table]
+        assert await rows.of(table, execution_id=uuid_of(gone)) == []
+        assert await rows.of(table, execution_id=uuid_of(stays)) == kept[table]
     assert await engine.find_inconsistencies() == []
 
 
@@ -220,14 +220,14 @@ async def test_a_closed_suspension_is_kept_when_the_next_begins(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
-    first = await suspended(engine, handle, on_all("a", "b", timeout_at=await clock.now() + 1000))
+    first = await suspend_run(engine, handle, on_all("a", "b", timeout_at=await clock.now() + 1000))
     await engine.resume_execution(execution_id=handle.execution_id)
     closed = await suspension(rows, handle.execution_id)
     assert closed["suspension_id"] == first.details.suspension_id
     (again,) = await claim(engine)
     now = await clock.advance(seconds=1)
-    second = await suspended(engine, again.handle, reason_code="manual_pause")
-    assert closed in await rows.of("suspension", execution_id=handle.execution_id[-36:])
+    second = await suspend_run(engine, again.handle, reason_code="manual_pause")
+    assert closed in await rows.of("suspension", execution_id=uuid_of(handle.execution_id))
     row = await suspension(rows, handle.execution_id)
     assert (row["suspension_id"], row["suspended_at"]) == (second.details.suspension_id, now)
     assert (row["closed_at"], row["close_reason"], row["timeout_at"]) == (None, None, None)
@@ -243,12 +243,12 @@ async def test_the_end_of_an_execution_does_not_change_its_earlier_suspensions(
 ) -> None:
     handle = await given.claimed()
     for _ in range(2):
-        await suspended(engine, handle, on_all("a", "b"))
+        await suspend_run(engine, handle, on_all("a", "b"))
         await engine.resume_execution(execution_id=handle.execution_id)
         (resumed,) = await claim(engine)
         handle = resumed.handle
     earlier = await rows.of("suspension")
-    latest = await suspended(engine, handle, on_all("a", "b"))
+    latest = await suspend_run(engine, handle, on_all("a", "b"))
     now = await clock.advance(seconds=1)
     await engine.cancel_execution(execution_id=handle.execution_id, reason="not wanted")
     kept = await rows.of("suspension")
@@ -262,11 +262,11 @@ async def test_the_end_of_an_execution_does_not_change_its_earlier_suspensions(
 
 async def test_a_reused_suspension_id_replaces_the_earlier_suspension(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
-    first = await suspended(engine, handle, on_all("a", "b"))
+    first = await suspend_run(engine, handle, on_all("a", "b"))
     await engine.resume_execution(execution_id=handle.execution_id)
     (again,) = await claim(engine)
-    asked = args(suspension_id=first.details.suspension_id, reason_code="manual_pause")
-    second = await suspended(engine, again.handle, asked)
+    request = suspend_args(suspension_id=first.details.suspension_id, reason_code="manual_pause")
+    second = await suspend_run(engine, again.handle, request)
     (row,) = await rows.of("suspension")
     assert (row["reason_code"], row["closed_at"]) == ("manual_pause", None)
     assert row["waitpoint_ids"] == [second.details.waitpoint_id]

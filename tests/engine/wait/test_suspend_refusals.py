@@ -9,8 +9,8 @@ import pytest
 
 from engine.sending import waiting
 from engine.state import ACTIVE, EXPIRED_LEASE, claim, event_texts, refused, revoke, vector
-from engine.waits import FORMS, args, fresh, on_all, suspended, using
-from fixtures import Clock, Given, Rows
+from engine.waits import FORMS, fresh, on_all, suspend_args, suspend_run, using
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import (
@@ -22,7 +22,7 @@ from flowfabric.model.condition import (
     OperatorOnly,
     Single,
     TimeoutOnly,
-    condition_plain,
+    condition_value,
 )
 from flowfabric.model.handle import Backend, Handle
 from flowfabric.model.ids import AttemptId, LeaseId, WaitpointId
@@ -46,7 +46,7 @@ def nested(depth: int) -> Condition:
 
 
 def plain_nested(depth: int) -> Any:
-    plain: Any = condition_plain(one())
+    plain: Any = condition_value(one())
     for _ in range(depth):
         plain = {"Composite": {"kind": "AllOf", "members": [plain]}}
     return plain
@@ -115,7 +115,7 @@ async def test_inconsistent_arguments_are_refused(
             handle = await given.claimed()
             async with rows.unchanged():
                 for detail, overrides in (*REFUSED.items(), *ALSO_REFUSED):
-                    refusal = await refused(suspend(engine, handle, args(**overrides)), "invalid_input")
+                    refusal = await refused(suspend(engine, handle, suspend_args(**overrides)), "invalid_input")
                     assert str(refusal.detail).startswith(detail)
                 await refused(suspend(engine, handle, "args"), "invalid_input", "args")  # type: ignore[arg-type]
 
@@ -124,7 +124,7 @@ async def test_a_condition_may_be_four_levels_deep(engine: Engine, given: Given,
     for form, suspend in FORMS.items():
         with subtests.test(form):
             handle = await given.claimed()
-            await suspend(engine, handle, args(resume_condition=nested(4)))
+            await suspend(engine, handle, suspend_args(resume_condition=nested(4)))
 
 
 async def test_a_timeout_may_be_up_to_ten_minutes_in_the_past(
@@ -136,9 +136,11 @@ async def test_a_timeout_may_be_up_to_ten_minutes_in_the_past(
             now = await clock.now()
             async with rows.unchanged():
                 await refused(
-                    suspend(engine, handle, args(timeout_at=now - 600_001)), "invalid_input", "timeout_at_in_past"
+                    suspend(engine, handle, suspend_args(timeout_at=now - 600_001)),
+                    "invalid_input",
+                    "timeout_at_in_past",
                 )
-            await suspend(engine, handle, args(timeout_at=now - 600_000))
+            await suspend(engine, handle, suspend_args(timeout_at=now - 600_000))
 
 
 # The order of the checks: every case would fail later checks too.
@@ -177,42 +179,44 @@ async def test_a_suspended_handle_is_refused_first_then_the_first_wrong_argument
         for detail, overrides in FAULTS:
             with subtests.test(detail):
                 timeout_at = 0 if overrides.get("resume_condition") != TimeoutOnly() else None
-                given_args = args(**overrides, timeout_at=timeout_at)
+                given_args = suspend_args(**overrides, timeout_at=timeout_at)
                 await refused(engine.suspend(foreign, given_args), "invalid_input", detail)
                 await refused(engine.suspend(waiting, given_args), "already_suspended")
-        await refused(engine.suspend(foreign, args(timeout_at=0)), "handle_from_other_backend")
-        await refused(engine.suspend("handle", args()), "invalid_input", "handle")  # type: ignore[arg-type]
+        await refused(engine.suspend(foreign, suspend_args(timeout_at=0)), "handle_from_other_backend")
+        await refused(engine.suspend("handle", suspend_args()), "invalid_input", "handle")  # type: ignore[arg-type]
 
 
 async def test_the_timeout_is_checked_before_the_execution(engine: Engine, rows: Rows) -> None:
     absent_execution: dict[str, Any] = {"execution_id": f"{{fp:0}}:{uuid4()}"}
     async with rows.unchanged():
         await refused(
-            engine.suspend_by_triple(**absent_execution, args=args(timeout_at=0)), "invalid_input", "timeout_at"
+            engine.suspend_by_triple(**absent_execution, args=suspend_args(timeout_at=0)), "invalid_input", "timeout_at"
         )
-        await refused(engine.suspend_by_triple(**absent_execution, args=args()), "execution_not_found")
-        await refused(engine.suspend_by_triple(execution_id="x", args=args()), "invalid_input", "MissingTag")
+        await refused(engine.suspend_by_triple(**absent_execution, args=suspend_args()), "execution_not_found")
+        await refused(engine.suspend_by_triple(execution_id="x", args=suspend_args()), "invalid_input", "MissingTag")
 
 
 async def test_a_suspend_by_triple_needs_a_whole_fence_and_an_attempt(engine: Engine, given: Given, rows: Rows) -> None:
     untried = await given.created()
     fence: dict[str, Any] = {"lease_id": uuid4(), "lease_epoch": 7, "attempt_id": uuid4()}
     async with rows.unchanged():
-        await refused(engine.suspend_by_triple(execution_id=untried, args=args()), "invalid_input", "fence_required")
+        await refused(
+            engine.suspend_by_triple(execution_id=untried, args=suspend_args()), "invalid_input", "fence_required"
+        )
         for missing in fence:
             part = {name: value for name, value in fence.items() if name != missing}
             for others in (part, {missing: fence[missing]}):
                 await refused(
-                    engine.suspend_by_triple(execution_id=untried, **others, args=args()),
+                    engine.suspend_by_triple(execution_id=untried, **others, args=suspend_args()),
                     "invalid_input",
                     "partial_fence_triple",
                 )
         await refused(
-            engine.suspend_by_triple(execution_id=untried, **{**fence, "lease_id": "x"}, args=args()),
+            engine.suspend_by_triple(execution_id=untried, **{**fence, "lease_id": "x"}, args=suspend_args()),
             "invalid_input",
             "lease_id",
         )
-        await refused(engine.suspend_by_triple(execution_id=untried, **fence, args=args()), "attempt_not_found")
+        await refused(engine.suspend_by_triple(execution_id=untried, **fence, args=suspend_args()), "attempt_not_found")
 
 
 async def test_the_lease_epoch_is_checked_before_the_phase(
@@ -224,8 +228,8 @@ async def test_the_lease_epoch_is_checked_before_the_phase(
             await engine.complete(handle)
             stale = msgspec.structs.replace(handle, lease_epoch=5)
             async with rows.unchanged():
-                await refused(suspend(engine, stale, args()), "lease_conflict")
-                refusal = await refused(suspend(engine, handle, args()), "execution_not_active")
+                await refused(suspend(engine, stale, suspend_args()), "lease_conflict")
+                refusal = await refused(suspend(engine, handle, suspend_args()), "execution_not_active")
             assert refusal.detail == {
                 "terminal_outcome": "success",
                 "lease_epoch": "1",
@@ -241,7 +245,7 @@ async def test_a_run_that_waits_for_its_retry_cannot_suspend(
         with subtests.test(form):
             handle = await given.backing_off()
             async with rows.unchanged():
-                refusal = await refused(suspend(engine, handle, args()), "execution_not_active")
+                refusal = await refused(suspend(engine, handle, suspend_args()), "execution_not_active")
             assert isinstance(refusal.detail, dict)
             assert refusal.detail["lifecycle_phase"] == "runnable"
 
@@ -261,7 +265,7 @@ async def test_a_revoked_lease_is_reported_before_its_expiry(
             await clock.advance(seconds=3600)
             stranger = msgspec.structs.replace(handle, lease_id=LeaseId(uuid4()))
             async with rows.unchanged():
-                await refused(suspend(engine, stranger, args()), "lease_revoked")
+                await refused(suspend(engine, stranger, suspend_args()), "lease_revoked")
 
 
 async def test_a_suspend_under_an_expired_lease_is_refused_and_marks_the_lease(
@@ -273,13 +277,13 @@ async def test_a_suspend_under_an_expired_lease_is_refused_and_marks_the_lease(
             stranger = msgspec.structs.replace(handle, attempt_id=AttemptId(uuid4()))
             now = await clock.advance(seconds=1)
             assert vector(await rows.execution(handle.execution_id)) == ACTIVE
-            await refused(suspend(engine, stranger, args()), "lease_expired")
+            await refused(suspend(engine, stranger, suspend_args()), "lease_expired")
             row = await rows.execution(handle.execution_id)
             assert (vector(row), row["lease_expired_at"]) == (EXPIRED_LEASE, now)
             assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
             assert await rows.of("suspension") == await rows.of("waitpoint") == []
             async with rows.unchanged():
-                await refused(suspend(engine, handle, args()), "lease_expired")
+                await refused(suspend(engine, handle, suspend_args()), "lease_expired")
 
 
 async def test_another_lease_or_attempt_cannot_suspend(
@@ -293,7 +297,7 @@ async def test_another_lease_or_attempt_cannot_suspend(
                     msgspec.structs.replace(handle, lease_id=LeaseId(uuid4()), attempt_index=3),
                     msgspec.structs.replace(handle, attempt_id=AttemptId(uuid4()), attempt_index=3),
                 ):
-                    await refused(suspend(engine, stranger, args()), "lease_conflict")
+                    await refused(suspend(engine, stranger, suspend_args()), "lease_conflict")
 
 
 async def test_a_handle_with_another_attempt_index_is_refused(
@@ -303,7 +307,7 @@ async def test_a_handle_with_another_attempt_index_is_refused(
     await _open_suspension(connection, handle)
     other = msgspec.structs.replace(handle, attempt_index=1)
     async with rows.unchanged():
-        await refused(engine.suspend(other, args()), "invalid_lease_for_suspend")
+        await refused(engine.suspend(other, suspend_args()), "invalid_lease_for_suspend")
 
 
 async def _open_suspension(connection: asyncpg.Connection, handle: Handle) -> None:
@@ -316,7 +320,7 @@ async def _open_suspension(connection: asyncpg.Connection, handle: Handle) -> No
                                    resume_policy)
            select partition_key, execution_id, $2, 0, '{}', namespace_no, 1, 'step_boundary', 'worker', 0, '{}', '{}'
              from waiting""",
-        handle.execution_id[-36:],
+        uuid_of(handle.execution_id),
         uuid4(),
     )
 
@@ -330,7 +334,7 @@ async def test_an_open_suspension_is_reported_before_a_missing_key(
             await connection.execute("delete from signing_key")
             await _open_suspension(connection, handle)
             async with rows.unchanged():
-                await refused(suspend(engine, handle, args()), "already_suspended")
+                await refused(suspend(engine, handle, suspend_args()), "already_suspended")
 
 
 async def test_a_suspend_needs_a_signing_key(
@@ -340,9 +344,9 @@ async def test_a_suspend_needs_a_signing_key(
         with subtests.test(form):
             handle = await given.claimed()
             await connection.execute("delete from signing_key")
-            unknown = args(waitpoints=(UsePending(waitpoint_id=WaitpointId(uuid4())),))
+            unknown = suspend_args(waitpoints=(UsePending(waitpoint_id=WaitpointId(uuid4())),))
             async with rows.unchanged():
-                await refused(suspend(engine, handle, args()), "hmac_secret_not_initialized")
+                await refused(suspend(engine, handle, suspend_args()), "hmac_secret_not_initialized")
                 await refused(suspend(engine, handle, unknown), "hmac_secret_not_initialized")
 
 
@@ -352,7 +356,7 @@ async def test_an_unusable_stored_secret_is_corruption(
     handle = await given.claimed()
     await connection.execute("update signing_key set secret = '', installed_at = installed_at + 1")
     async with rows.unchanged():
-        await refused(engine.suspend(handle, args()), "corruption")
+        await refused(engine.suspend(handle, suspend_args()), "corruption")
 
 
 # Waitpoints.
@@ -365,7 +369,7 @@ async def test_an_unknown_waitpoint_cannot_be_used(
         with subtests.test(form):
             handle = await given.claimed()
             async with rows.unchanged():
-                unknown = args(waitpoints=(UsePending(waitpoint_id=WaitpointId(uuid4())),))
+                unknown = suspend_args(waitpoints=(UsePending(waitpoint_id=WaitpointId(uuid4())),))
                 await refused(suspend(engine, handle, unknown), "waitpoint_not_found")
 
 
@@ -375,14 +379,14 @@ async def test_only_a_pending_waitpoint_can_be_used(
     for form, suspend in FORMS.items():
         with subtests.test(form):
             other = await given.claimed()
-            active = (await suspended(engine, other)).details
+            active = (await suspend_run(engine, other)).details
             handle = await given.claimed()
             closed = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=0)
             await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=closed.waitpoint_id)
             async with rows.unchanged():
                 await refused(suspend(engine, handle, using(closed)), "waitpoint_not_pending")
                 # Its state is checked before its execution.
-                taken = args(waitpoints=(UsePending(waitpoint_id=active.waitpoint_id),))
+                taken = suspend_args(waitpoints=(UsePending(waitpoint_id=active.waitpoint_id),))
                 await refused(suspend(engine, handle, taken), "waitpoint_not_pending")
 
 
@@ -434,17 +438,21 @@ async def test_the_id_of_an_open_waitpoint_cannot_be_reused(
     for form, suspend in FORMS.items():
         with subtests.test(form):
             other = await given.claimed()
-            active = (await suspended(engine, other)).details.waitpoint_id
+            active = (await suspend_run(engine, other)).details.waitpoint_id
             handle = await given.claimed()
             pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=1000)
             async with rows.unchanged():
                 for taken in (active, pending.waitpoint_id):
                     binding = Fresh(waitpoint_id=taken, waitpoint_key="wait")
-                    await refused(suspend(engine, handle, args(waitpoints=(binding,))), "waitpoint_already_exists")
+                    await refused(
+                        suspend(engine, handle, suspend_args(waitpoints=(binding,))), "waitpoint_already_exists"
+                    )
                     several = on_all("a", "b")
                     mixed = (several.waitpoints[0], Fresh(waitpoint_id=taken, waitpoint_key="b"))
                     await refused(
-                        suspend(engine, handle, args(waitpoints=mixed, resume_condition=several.resume_condition)),
+                        suspend(
+                            engine, handle, suspend_args(waitpoints=mixed, resume_condition=several.resume_condition)
+                        ),
                         "waitpoint_already_exists",
                     )
 
@@ -458,14 +466,16 @@ async def test_the_id_of_a_closed_waitpoint_cannot_be_reused(
             await wait.send(idempotency_key="once")
             (run,) = await claim(engine)
             other = await given.claimed()
-            foreign = (await suspended(engine, other)).details.waitpoint_id
+            foreign = (await suspend_run(engine, other)).details.waitpoint_id
             await engine.cancel_execution(execution_id=other.execution_id, reason="not wanted")
             unused = (await engine.create_waitpoint(run.handle, waitpoint_key="old", expires_in_ms=1000)).waitpoint_id
             await engine.close_waitpoint(execution_id=run.execution_id, waitpoint_id=unused)
             async with rows.unchanged():
-                for known in (wait.points["wait"][0], unused, foreign):
+                for known in (wait.points["wait"].waitpoint_id, unused, foreign):
                     binding = Fresh(waitpoint_id=WaitpointId(known), waitpoint_key="wait")
-                    await refused(suspend(engine, run.handle, args(waitpoints=(binding,))), "waitpoint_already_exists")
+                    await refused(
+                        suspend(engine, run.handle, suspend_args(waitpoints=(binding,))), "waitpoint_already_exists"
+                    )
             # The token of the first suspension is not accepted by the second.
-            await suspended(engine, run.handle)
+            await suspend_run(engine, run.handle)
             await refused(wait.send(), "waitpoint_closed")

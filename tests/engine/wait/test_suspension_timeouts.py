@@ -8,9 +8,9 @@ import asyncpg
 import pytest
 
 from engine.sending import Waiting, signals, waiting
-from engine.state import CANCELLED, FAILED, RESUMABLE, attempts, claim, event_texts, lease_left, refused, vector
+from engine.state import CANCELLED, FAILED, RESUMABLE, attempts, claim, event_texts, lease_fields, refused, vector
 from engine.waits import EXPIRED, on_all, suspension, waitpoints
-from fixtures import Clock, Engines, Given, Rows
+from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -30,8 +30,8 @@ LIMIT = 10
 
 async def timed(engine: Engine, given: Given, clock: Clock, behavior: str | None, **overrides: Any) -> Waiting:
     """An execution suspended on two waitpoints with a timeout of a minute."""
-    asked = on_all("a", "b", timeout_at=await clock.now() + MINUTE, timeout_behavior=behavior)
-    return await waiting(engine, given, asked, **overrides)
+    request = on_all("a", "b", timeout_at=await clock.now() + MINUTE, timeout_behavior=behavior)
+    return await waiting(engine, given, request, **overrides)
 
 
 ENDS: list[tuple[str | None, str, str, str]] = [
@@ -72,7 +72,7 @@ async def check_end(
         behavior_applied=TimeoutBehavior(applied)
     )
     row = await rows.execution(wait.execution_id)
-    assert (vector(row), lease_left(row)) == (left, {})
+    assert (vector(row), lease_fields(row)) == (left, {})
     assert row["failure_reason"] == f"suspension_timeout:{applied}"
     assert row["cancelled_by"] == ("system_timeout" if applied == "cancel" else None)
     assert (row["suspension_timeout_at"], row["delay_until"], row["blocking_detail"]) == (None, None, None)
@@ -186,7 +186,7 @@ async def test_a_suspension_that_is_not_due_is_not_changed_and_the_reason_is_ret
     over, gone = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "fail")
     await engine.resume_execution(execution_id=over.execution_id)
     # No operation leaves a suspended execution without its suspension.
-    await connection.execute("delete from suspension where execution_id = $1", gone.execution_id[-36:])
+    await connection.execute("delete from suspension where execution_id = $1", uuid_of(gone.execution_id))
     await clock.advance(ms=MINUTE - 1)
     async with rows.unchanged():
         answers = [await engine.expire_suspension(one.execution_id) for one in (soon, never, over, gone)]
@@ -286,7 +286,7 @@ async def test_a_locked_execution_does_not_delay_the_sweep(
     held, free = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "fail")
     await clock.advance(ms=MINUTE)
     async with connection.transaction():
-        await connection.execute("select from execution where execution_id = $1 for update", held.execution_id[-36:])
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(held.execution_id))
         assert await parts_of(engine).suspension_timeouts.expire_due() == 1
     assert (await rows.execution(free.execution_id))["public_state"] == "failed"
     assert await parts_of(engine).suspension_timeouts.expire_due() == 1
@@ -304,7 +304,7 @@ async def test_a_timeout_that_cannot_be_read_or_stored_does_not_delay_the_others
     good = [await timed(engine, given, clock, "auto_resume") for _ in range(3)]
     # A behavior of a newer version, and a constraint that rejects the write.
     await connection.execute(
-        "update suspension set timeout_behavior = 'sleep_on_it' where execution_id = $1", unread.execution_id[-36:]
+        "update suspension set timeout_behavior = 'sleep_on_it' where execution_id = $1", uuid_of(unread.execution_id)
     )
     await connection.execute("alter table execution add constraint none check (terminal_outcome <> 'cancelled')")
     await clock.advance(ms=MINUTE)
@@ -319,7 +319,7 @@ async def test_a_timeout_that_cannot_be_read_or_stored_does_not_delay_the_others
 
 async def spoil(connection: asyncpg.Connection, kind: str, waits: list[Waiting]) -> None:
     """Make timeouts fail: by an unknown behavior, a missing suspension, or a constraint that rejects the write."""
-    ids = [wait.execution_id[-36:] for wait in waits]
+    ids = [uuid_of(wait.execution_id) for wait in waits]
     match kind:
         case "unread":
             await connection.execute(

@@ -10,7 +10,7 @@ import pytest
 from engine.sending import Waiting, signals, stamps_written, waiting
 from engine.state import claim, refused
 from engine.waits import on_all
-from fixtures import Clock, Eventually, Given, Rows
+from fixtures import Clock, Eventually, Given, Rows, uuid_of
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -29,7 +29,7 @@ async def stamp(rows: Rows, wait: Waiting) -> int | None:
 
 async def hold(connection: asyncpg.Connection, wait: Waiting) -> None:
     """Lock the row of an execution."""
-    await connection.execute("select from execution where execution_id = $1 for update", wait.execution_id[-36:])
+    await connection.execute("select from execution where execution_id = $1 for update", uuid_of(wait.execution_id))
 
 
 @pytest.mark.usefixtures("patient_with_locks")
@@ -62,7 +62,7 @@ async def test_bad_tokens_and_unknown_executions_are_refused_while_good_signals_
             wait = await waiting(engine, given, on_all("a", "b"))
             async with connection.transaction():
                 await connection.execute(
-                    f"select from {table} where execution_id = $1 for update", wait.execution_id[-36:]
+                    f"select from {table} where execution_id = $1 for update", uuid_of(wait.execution_id)
                 )
                 calls = [
                     wait.send("x", "a"),

@@ -5,8 +5,8 @@ import pytest
 
 from engine.sending import running, signal_keys, waiting
 from engine.state import refused
-from engine.waits import args, suspend_keys, suspended, using, waitpoints
-from fixtures import Clock, Given, Rows
+from engine.waits import suspend_args, suspend_keys, suspend_run, using, waitpoints
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.signal import Accepted
@@ -24,7 +24,7 @@ async def test_an_unused_pending_waitpoint_is_closed_when_it_expires(
     expiring, lasting = await running(engine, given, expires_in_ms=1_000), await running(engine, given)
     used = await given.claimed()
     pending = await engine.create_waitpoint(used, waitpoint_key="wait", expires_in_ms=1_000)
-    await suspended(engine, used, using(pending, timeout_at=await clock.now() + 1))
+    await suspend_run(engine, used, using(pending, timeout_at=await clock.now() + 1))
     now = await clock.advance(ms=1_000)
     assert (await read_due(parts_of(engine).store, [])).has_expired_waitpoints
     async with rows.unchanged(without=["waitpoint"]):
@@ -35,8 +35,8 @@ async def test_an_unused_pending_waitpoint_is_closed_when_it_expires(
     assert [row["state"] for row in await waitpoints(rows, lasting.execution_id)] == ["pending"]
     assert [row["state"] for row in await waitpoints(rows, used.execution_id)] == ["active"]
     assert isinstance(await lasting.send(), Accepted)
-    bound = {"UsePending": {"waitpoint_id": expiring.points["wait"][0]}}
-    await refused(engine.suspend(expiring.handle, args(waitpoints=(bound,))), "waitpoint_not_pending")
+    bound = {"UsePending": {"waitpoint_id": expiring.points["wait"].waitpoint_id}}
+    await refused(engine.suspend(expiring.handle, suspend_args(waitpoints=(bound,))), "waitpoint_not_pending")
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -48,7 +48,7 @@ async def test_waitpoints_are_closed_in_batches_that_skip_locked_executions(
         await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=2)
     await clock.advance(ms=2)
     async with connection.transaction():
-        await connection.execute("select from execution where execution_id = $1 for update", held.execution_id[-36:])
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(held.execution_id))
         assert await parts_of(engine).suspension_timeouts.close_pending() == LIMIT - 1
         assert await parts_of(engine).suspension_timeouts.close_pending() == 2
     reconciler = Reconciler(engine)
@@ -70,7 +70,7 @@ async def test_a_waitpoint_without_its_execution_is_closed_too(
 async def test_expired_idempotency_keys_of_suspends_and_signals_are_deleted(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
-    wait = await waiting(engine, given, args(idempotency_key="s", timeout_at=await clock.now() + MINUTE))
+    wait = await waiting(engine, given, suspend_args(idempotency_key="s", timeout_at=await clock.now() + MINUTE))
     await wait.send("other", idempotency_key="k", dedup_ttl_ms=MINUTE)
     await wait.send("other", idempotency_key="l", dedup_ttl_ms=10 * MINUTE)
     reconciler = Reconciler(engine)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from engine.state import ACTIVE, EXPIRED_LEASE, event_texts, refused, revoke, vector
-from engine.waits import SUSPENDED, on_all, suspended, suspension, token_of, waitpoint, waitpoints
+from engine.waits import SUSPENDED, on_all, suspend_run, suspension, token_of, waitpoint, waitpoints
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.wait import waitpoint as family
@@ -179,7 +179,7 @@ async def test_closing_an_active_waitpoint_does_not_resume_the_execution(
     engine: Engine, given: Given, rows: Rows
 ) -> None:
     handle = await given.claimed()
-    outcome = await suspended(engine, handle)
+    outcome = await suspend_run(engine, handle)
     closed = await engine.close_waitpoint(
         execution_id=handle.execution_id, waitpoint_id=str(outcome.details.waitpoint_id), reason="no use"
     )
@@ -236,7 +236,7 @@ async def test_the_token_of_an_open_waitpoint_is_read(
 ) -> None:
     handle = await given.claimed()
     pending = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON)
-    active = (await suspended(engine, handle)).details
+    active = (await suspend_run(engine, handle)).details
 
     async def read(waitpoint_id: UUID | str, execution_id: str = handle.execution_id) -> str | None:
         token = await engine.read_waitpoint_token(execution_id=execution_id, waitpoint_id=waitpoint_id)
@@ -268,7 +268,7 @@ async def test_open_waitpoints_are_listed_without_their_tokens(
     closed = await engine.create_waitpoint(handle, waitpoint_key="gone", expires_in_ms=SOON)
     await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=closed.waitpoint_id)
     now = await clock.advance(seconds=1)
-    active = (await suspended(engine, handle, timeout_at=now + SOON)).details
+    active = (await suspend_run(engine, handle, timeout_at=now + SOON)).details
     other = await given.claimed()
     await engine.create_waitpoint(other, waitpoint_key="foreign", expires_in_ms=SOON)
     page = await engine.list_pending_waitpoints(execution_id=handle.execution_id)
@@ -304,7 +304,7 @@ async def test_open_waitpoints_are_listed_without_their_tokens(
 
 async def test_the_cursor_of_a_page_leads_to_the_next(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
-    outcome = await suspended(engine, handle, on_all(*"abcde"))
+    outcome = await suspend_run(engine, handle, on_all(*"abcde"))
     ids = sorted([outcome.details.waitpoint_id, *(each.waitpoint_id for each in outcome.details.additional_waitpoints)])
     found: list[WaitpointId] = []
     after: WaitpointId | None = None
@@ -322,7 +322,7 @@ async def test_the_cursor_of_a_page_leads_to_the_next(engine: Engine, given: Giv
 
 async def test_the_limit_of_a_page_is_between_one_and_a_thousand(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
-    await suspended(engine, handle, on_all(*"abc"))
+    await suspend_run(engine, handle, on_all(*"abc"))
     for limit, count in ((0, 1), (-5, 1), (10**9, 3), (None, 3)):
         page = await engine.list_pending_waitpoints(execution_id=handle.execution_id, limit=limit)
         assert len(page.entries) == count
@@ -349,7 +349,7 @@ async def _expired(engine: Engine, handle: Handle, clock: Clock) -> object:
 
 async def _timed_out(engine: Engine, handle: Handle, clock: Clock) -> object:
     now = await clock.advance(seconds=1)
-    await suspended(engine, handle, on_all("a", "b", timeout_at=now))
+    await suspend_run(engine, handle, on_all("a", "b", timeout_at=now))
     return await engine.expire_suspension(handle.execution_id)
 
 

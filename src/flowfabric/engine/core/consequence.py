@@ -11,7 +11,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import short_columns, statements_beside
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
-from flowfabric.engine.core.row import DONE, Verdict, hold, verdict_of
+from flowfabric.engine.core.row import DONE, Verdict, lock_execution, verdict_of
 from flowfabric.engine.core.transition import MOVES, Move, completion_parameters, release_parameters
 from flowfabric.engine.core.wakeups import LostLease, LostReason, Work
 from flowfabric.engine.store import Store
@@ -274,13 +274,13 @@ class LeaseEnds:
 
     async def _end_alone(self, end: LeaseEnd) -> Verdict:
         async def release(transaction: Transaction) -> list[Verdict | Locked]:
-            await hold(transaction, end.execution_id)
+            await lock_execution(transaction, end.execution_id)
             return await self.within(transaction, [end])
 
         verdicts = await self._store.transact(release, execution_id=end.execution_id)
         await self.after_commit([end], verdicts)
         verdict = verdicts[0]
-        assert isinstance(verdict, Verdict), "the row is held"
+        assert isinstance(verdict, Verdict), "the row is locked"
         return verdict
 
     @staticmethod

@@ -1,4 +1,7 @@
-"""Quarantine: a sweep skips items that failed, longer after every third failure, and goes on with the others."""
+"""Quarantine: a sweep skips the executions that it failed to process, and processes the others.
+
+A failed execution is skipped for one interval of the sweep, after every third failure in a row for ten.
+"""
 
 import logging
 import time
@@ -9,8 +12,11 @@ from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.ids import ExecutionId, split_execution_id
 
 FAILURES_IN_A_ROW = 3
+"""After every so many failures in a row, an execution is skipped longer."""
 SKIPPED_INTERVALS = 10
+"""How many intervals it is skipped then."""
 MAX_SKIPPED = 10_000
+"""How many executions one quarantine remembers; the oldest are forgotten first."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +32,16 @@ ProcessItems = Callable[[Sequence[ExecutionId]], Awaitable[int]]
 """Process these items, all or none of them; return how many were still due."""
 
 
-def pause_after(failures: int, every: float) -> float:
-    """The seconds until the next try after this many failures in a row, for a sweep that runs `every` seconds."""
-    return every * (SKIPPED_INTERVALS if failures % FAILURES_IN_A_ROW == 0 else 1)
+def pause_after(failures: int, interval: float) -> float:
+    """The seconds until the next try after this many failures in a row, for a sweep with this interval in seconds."""
+    return interval * (SKIPPED_INTERVALS if failures % FAILURES_IN_A_ROW == 0 else 1)
 
 
 class Quarantine:
     """The executions that one sweep of this process has failed to process."""
 
-    def __init__(self, every: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._every = every
+    def __init__(self, interval: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval = interval
         self._clock = clock
         self._failures: dict[ExecutionId, tuple[int, float]] = {}
         """The number of failures in a row, and the time until which the execution is skipped."""
@@ -43,46 +49,48 @@ class Quarantine:
     def skipped(self) -> list[UUID]:
         """The executions to skip now."""
         now = self._clock()
-        # An execution that has not failed again for that long was processed, or is gone.
-        memory = self._every * SKIPPED_INTERVALS
-        for execution_id in [each for each, (_, until) in self._failures.items() if until + memory < now]:
+        # An execution that has not failed again for that long was processed or deleted.
+        forget_after = self._interval * SKIPPED_INTERVALS
+        for execution_id in [each for each, (_, until) in self._failures.items() if until + forget_after < now]:
             del self._failures[execution_id]
         return [UUID(split_execution_id(each)[1]) for each, (_, until) in self._failures.items() if until > now]
 
     def failed(self, execution_id: ExecutionId, problem: object) -> None:
         """Record that an execution could not be processed, and log the problem."""
         failures = self._failures.pop(execution_id, (0, 0.0))[0] + 1
-        pause = pause_after(failures, self._every)
+        pause = pause_after(failures, self._interval)
         while len(self._failures) >= MAX_SKIPPED:
             del self._failures[next(iter(self._failures))]
         self._failures[execution_id] = failures, self._clock() + pause
         logger.warning("%s failed %d times, skipping it for %g s: %s", execution_id, failures, pause, problem)
 
-    async def sweep(self, together: ProcessFound, alone: ProcessOne, *, limit: int) -> int:
+    async def sweep(self, process_batch: ProcessFound, process_one: ProcessOne, *, limit: int) -> int:
         """Process one batch, item by item if it fails as a whole; return how many items succeeded.
 
         If every item of a full batch fails, process the next batch, so that failing items never block the others.
         """
 
-        async def each(found: Sequence[ExecutionId]) -> int:
-            return sum([await self._try(execution_id, alone) for execution_id in found])
+        async def process_one_by_one(found: Sequence[ExecutionId]) -> int:
+            return sum([await self._try(execution_id, process_one) for execution_id in found])
 
-        return await self._sweep(together, each, limit)
+        return await self._sweep(process_batch, process_one_by_one, limit)
 
-    async def sweep_by_halves(self, batch: ProcessBatch, list_due: ListDue, items: ProcessItems, *, limit: int) -> int:
+    async def sweep_by_halves(
+        self, process_due: ProcessBatch, list_due: ListDue, process_items: ProcessItems, *, limit: int
+    ) -> int:
         """Process one batch as `sweep` does, but split a failing batch in halves until only failing items are left."""
 
-        async def together(skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
+        async def process_batch(skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
             try:
-                return await batch(skipped)
+                return await process_due(skipped)
             except EngineError as fault:
                 if not is_connection_fault(fault):
                     found += await list_due(skipped)
                 raise
 
-        async def halve(found: Sequence[ExecutionId]) -> int:
+        async def process_halves(found: Sequence[ExecutionId]) -> int:
             try:
-                return await items(found)
+                return await process_items(found)
             except EngineError as fault:
                 if is_connection_fault(fault):
                     raise
@@ -90,28 +98,28 @@ class Quarantine:
                     self.failed(found[0], fault)
                     return 0
             middle = len(found) // 2
-            return await halve(found[:middle]) + await halve(found[middle:])
+            return await process_halves(found[:middle]) + await process_halves(found[middle:])
 
-        return await self._sweep(together, halve, limit)
+        return await self._sweep(process_batch, process_halves, limit)
 
-    async def _sweep(self, together: ProcessFound, separately: ProcessItems, limit: int) -> int:
+    async def _sweep(self, process_batch: ProcessFound, process_failed: ProcessItems, limit: int) -> int:
         for _ in range(1 + MAX_SKIPPED // limit):
             found: list[ExecutionId] = []
             try:
-                done = await together(self.skipped(), found)
+                done = await process_batch(self.skipped(), found)
             except Exception as fault:
                 if not found or is_connection_fault(fault):
                     raise
-                done = await separately(found)
+                done = await process_failed(found)
             if done or len(found) < limit:
                 return done
         return 0
 
-    async def _try(self, execution_id: ExecutionId, alone: ProcessOne) -> bool:
+    async def _try(self, execution_id: ExecutionId, process_one: ProcessOne) -> bool:
         try:
-            if is_done := await alone(execution_id):
-                return is_done
-            problem: object = "nothing is due"
+            if await process_one(execution_id):
+                return True
+            problem: object = "it was found to be due, but there was nothing to do"
         except Exception as fault:
             if is_connection_fault(fault):
                 raise
@@ -121,5 +129,5 @@ class Quarantine:
 
 
 def is_connection_fault(fault: Exception) -> bool:
-    """Whether a fault is one of the connection to the store, and not of the item being processed."""
+    """Whether the connection to the store failed, rather than the processing of an item."""
     return isinstance(fault, TransportError) and fault.retryable

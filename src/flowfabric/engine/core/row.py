@@ -19,10 +19,10 @@ from flowfabric.model.ids import (
     ExecutionId,
     LeaseId,
     check_partition,
+    check_storable,
     format_execution_id,
     parse_execution_id,
     parse_uuid,
-    row_key,
     split_execution_id,
 )
 from flowfabric.model.policy import ExecutionPolicy, read_stored_policy
@@ -101,7 +101,7 @@ def not_active(found: Found) -> EngineError:
     )
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class LockedExecution(msgspec.Struct, frozen=True, kw_only=True):
     """An execution whose row the transaction has locked: its state, its lease, and the time of the lock."""
 
     partition_key: int
@@ -148,9 +148,9 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-async def hold_all(
+async def lock_executions(
     transaction: Transaction, execution_ids: Sequence[ExecutionId], *, waits: bool = True
-) -> tuple[int, list[Held | None]]:
+) -> tuple[int, list[LockedExecution | None]]:
     """Lock executions until the transaction ends; return the time before any wait, and the rows in the order given.
 
     None stands for an execution that is absent or, unless `waits`, locked by another session.
@@ -161,25 +161,25 @@ async def hold_all(
         partition_keys=[partition for partition, _ in pairs],
         execution_ids=[uuid for _, uuid in pairs],
     )
-    return rows[0]["began"], [None if row["execution_id"] is None else _held(row) for row in rows]
+    return rows[0]["began"], [None if row["execution_id"] is None else _locked(row) for row in rows]
 
 
-def _held(row: Record) -> Held:
-    return Held(**{name: row[name] for name in Held.__struct_fields__})
+def _locked(row: Record) -> LockedExecution:
+    return LockedExecution(**{name: row[name] for name in LockedExecution.__struct_fields__})
 
 
-async def hold_if_exists(transaction: Transaction, execution_id: ExecutionId) -> Held | None:
+async def lock_execution_if_exists(transaction: Transaction, execution_id: ExecutionId) -> LockedExecution | None:
     """Lock an execution's row, waiting for it; return None if there is none."""
-    _, (held,) = await hold_all(transaction, [execution_id])
-    return held
+    _, (locked,) = await lock_executions(transaction, [execution_id])
+    return locked
 
 
-async def hold(transaction: Transaction, execution_id: ExecutionId) -> Held:
+async def lock_execution(transaction: Transaction, execution_id: ExecutionId) -> LockedExecution:
     """Lock an execution's row, waiting for it, so that the next statement decides from its latest version."""
-    held = await hold_if_exists(transaction, execution_id)
-    if held is None:
+    locked = await lock_execution_if_exists(transaction, execution_id)
+    if locked is None:
         raise error("execution_not_found")
-    return held
+    return locked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,51 +220,51 @@ class GivenFence:
         )
         return cls(fence=fence, attempt_index=attempt_index)
 
-    def against(self, held: Held) -> Fence:
+    def against(self, locked: LockedExecution) -> Fence:
         """The fence to check against a locked row: the given one, else the row's own."""
         fence = self.fence
         if fence is None:
-            if held.lifecycle_phase != "active":
-                raise not_active(held.found)
+            if locked.lifecycle_phase != "active":
+                raise not_active(locked.found)
             # The ids are null on a row that is active without a lease; the statement refuses that.
             fence = Fence(
-                lease_id=cast("LeaseId", held.lease_id),
-                lease_epoch=held.lease_epoch,
-                attempt_id=cast("AttemptId", held.attempt_id),
+                lease_id=cast("LeaseId", locked.lease_id),
+                lease_epoch=locked.lease_epoch,
+                attempt_id=cast("AttemptId", locked.attempt_id),
             )
-        if self.attempt_index is None or self.attempt_index == held.attempt_index:
+        if self.attempt_index is None or self.attempt_index == locked.attempt_index:
             return fence
         # A wrong attempt index is reported as a stale fence, after all other checks: an unknown lease id does that.
         return replace(fence, lease_id=LeaseId(uuid4()))
 
 
-def judge(held: Held, fence: Handle | Fence) -> None:
+def check_fence(locked: LockedExecution, fence: Handle | Fence) -> None:
     """Raise if the fence is not the current one of a locked execution, in the order that every fenced write uses."""
-    if held.lease_epoch != fence.lease_epoch:
+    if locked.lease_epoch != fence.lease_epoch:
         raise error("lease_conflict")
-    if held.lifecycle_phase != "active":
-        raise not_active(held.found)
-    if held.ownership_state == "lease_revoked":
+    if locked.lifecycle_phase != "active":
+        raise not_active(locked.found)
+    if locked.ownership_state == "lease_revoked":
         raise error("lease_revoked")
-    if held.ownership_state != "leased" or held.lease_expires_at is None or held.lease_expires_at <= held.now:
+    if locked.ownership_state != "leased" or locked.lease_expires_at is None or locked.lease_expires_at <= locked.now:
         raise error("lease_expired")
-    if held.lease_id != fence.lease_id or held.attempt_id != fence.attempt_id:
+    if locked.lease_id != fence.lease_id or locked.attempt_id != fence.attempt_id:
         raise error("lease_conflict")
 
 
-def usable(handle: Handle) -> Handle:
+def check_lease_handle(handle: Handle) -> Handle:
     """Return the handle; raise if it cannot belong to a lease of this store."""
     handle = check_handle(handle)
     if handle.kind is HandleKind.SUSPENDED:
         raise error(
             "lease_conflict", "the handle is of a suspended run, whose lease has ended; claim it after it resumes"
         )
-    row_key(handle.execution_id)
+    check_storable(handle.execution_id)
     return handle
 
 
-class HeldWithGrant(Held, frozen=True, kw_only=True):
-    """A locked execution with its queue, lane and grant, as grants and named claims need it."""
+class LockedWithGrant(LockedExecution, frozen=True, kw_only=True):
+    """A locked execution with its queue, lane and grant, as grants and claims by id need it."""
 
     attempt_state: str
     queue_no: int
@@ -328,22 +328,22 @@ def check_named(store: Store, execution_id: object) -> ExecutionId:
     return parsed
 
 
-async def hold_with_grant(transaction: Transaction, execution_id: ExecutionId, lane_id: str) -> HeldWithGrant:
+async def lock_with_grant(transaction: Transaction, execution_id: ExecutionId, lane_id: str) -> LockedWithGrant:
     """Lock an execution's row, waiting for it, and read it with its queue, lane and grant."""
-    await hold(transaction, execution_id)
-    held = await read_with_grant(transaction, *split_execution_id(execution_id))
-    if held.lane_id != lane_id:
-        raise error("invalid_input", f"lane_id: the execution is on lane {held.lane_id!r}, got {lane_id!r}")
-    return held
+    await lock_execution(transaction, execution_id)
+    locked = await read_with_grant(transaction, *split_execution_id(execution_id))
+    if locked.lane_id != lane_id:
+        raise error("invalid_input", f"lane_id: the execution is on lane {locked.lane_id!r}, got {lane_id!r}")
+    return locked
 
 
-async def read_with_grant(transaction: Transaction, partition_key: int, execution_id: UUID | str) -> HeldWithGrant:
+async def read_with_grant(transaction: Transaction, partition_key: int, execution_id: UUID | str) -> LockedWithGrant:
     """Read an execution that the transaction has already locked."""
     (row,) = await transaction.fetch(SQL.read_with_grant, partition_key=partition_key, execution_id=execution_id)
-    return HeldWithGrant(**row)
+    return LockedWithGrant(**row)
 
 
-class HeldRun(Held, frozen=True, kw_only=True):
+class LockedRun(LockedExecution, frozen=True, kw_only=True):
     """A locked run, with what suspending it needs."""
 
     lease_ttl_ms: int | None
@@ -359,7 +359,7 @@ class HeldRun(Held, frozen=True, kw_only=True):
     outcome_attempt_index: int | None
 
 
-async def read_runs(transaction: Transaction, runs: Sequence[tuple[ExecutionId, str | None]]) -> list[HeldRun]:
+async def read_runs(transaction: Transaction, runs: Sequence[tuple[ExecutionId, str | None]]) -> list[LockedRun]:
     """Read runs that the transaction has already locked, each with the earlier outcome of its idempotency key."""
     pairs = [split_execution_id(execution_id) for execution_id, _ in runs]
     rows = await transaction.fetch(
@@ -368,4 +368,4 @@ async def read_runs(transaction: Transaction, runs: Sequence[tuple[ExecutionId, 
         execution_ids=[uuid for _, uuid in pairs],
         idempotency_keys=[key for _, key in runs],
     )
-    return [HeldRun(**row) for row in rows]
+    return [LockedRun(**row) for row in rows]

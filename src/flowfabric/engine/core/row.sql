@@ -40,7 +40,7 @@ left join lateral (
  order by i.nth;
 
 -- name: read_with_grant
--- What grants and named claims need of an execution that the transaction has locked.
+-- What grants and claims by id need of an execution that the transaction has locked.
 -- A grant is valid while granted_until of its execution is the grant's expiry: any other move of the execution voids it.
 select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state,
        e.terminal_outcome, e.attempt_state, e.queue_no, e.place, e.reclaim_count, e.lease_epoch, e.lease_id,

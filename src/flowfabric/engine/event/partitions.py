@@ -28,7 +28,7 @@ class EventPartitions:
         A role that does not own the tables creates none, and logs that once.
         """
         schema = self._store.database.schema
-        (clock,) = await self._store.fetch(SQL.read_feed_clock, retention_ms=self._store.rules.feed_retention_ms)
+        (clock,) = await self._store.fetch(SQL.read_event_window, retention_ms=self._store.rules.feed_retention_ms)
         try:
             async with self._store.database.acquire() as connection:
                 ensured = await partitions.ensure(connection, schema=schema, now_ms=clock["now"])

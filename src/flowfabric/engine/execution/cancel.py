@@ -5,17 +5,20 @@ from uuid import UUID
 from flowfabric.db.batch import Locked
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
-from flowfabric.engine.core.row import Held, Verdict, hold, not_active, usable
+from flowfabric.engine.core.row import LockedExecution, Verdict, check_lease_handle, lock_execution, not_active
 from flowfabric.engine.core.transition import Move
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
 from flowfabric.model.execution import Cancelled
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import ExecutionId, parse_execution_id, parse_uuid, row_key
+from flowfabric.model.ids import ExecutionId, check_storable, parse_execution_id, parse_uuid
 from flowfabric.model.states import CancelSource, PublicState
 from flowfabric.model.text import check_text
 
-_FENCE_EXEMPT = frozenset({CancelSource.OPERATOR_OVERRIDE, CancelSource.FLOW_CASCADE, CancelSource.SYSTEM_TIMEOUT})
+_OVERRIDING_SOURCES = frozenset(
+    {CancelSource.OPERATOR_OVERRIDE, CancelSource.FLOW_CASCADE, CancelSource.SYSTEM_TIMEOUT}
+)
+"""Sources that may cancel a running execution without the fence of its lease."""
 
 
 class Cancel:
@@ -26,8 +29,8 @@ class Cancel:
         self._lease_ends = lease_ends
 
     async def cancel(self, handle: Handle, reason: str) -> None:
-        """Cancel the run that a handle holds."""
-        handle = usable(handle)
+        """Cancel an execution as its lease holder; cancelling the same run again changes nothing."""
+        handle = check_lease_handle(handle)
         reason = check_text(reason, "reason")
         lease_end = LeaseEnd(
             handle.execution_id,
@@ -60,14 +63,14 @@ class Cancel:
             raise error("invalid_input", f"lease_epoch: must be an integer, got {lease_epoch!r}")
         expected_lease = parse_uuid(lease_id, "lease_id") if lease_id else None
         expected_attempt = parse_uuid(attempt_id, "attempt_id") if attempt_id else None
-        row_key(parsed)
+        check_storable(parsed)
 
-        def check(held: Held) -> None:
-            if held.lifecycle_phase == "terminal":
-                raise not_active(held.found)
-            if held.lifecycle_phase != "active" or source in _FENCE_EXEMPT:
+        def check(locked: LockedExecution) -> None:
+            if locked.lifecycle_phase == "terminal":
+                raise not_active(locked.found)
+            if locked.lifecycle_phase != "active" or source in _OVERRIDING_SOURCES:
                 return
-            if held.ownership_state == "lease_revoked":
+            if locked.ownership_state == "lease_revoked":
                 raise error("lease_revoked")
             if expected_lease is None or lease_epoch is None:
                 raise error(
@@ -76,26 +79,27 @@ class Cancel:
                     f" give both, or use source {CancelSource.OPERATOR_OVERRIDE.value!r}",
                 )
             if (
-                held.lease_id != expected_lease
-                or held.lease_epoch != lease_epoch
-                or (expected_attempt is not None and held.attempt_id != expected_attempt)
+                locked.lease_id != expected_lease
+                or locked.lease_epoch != lease_epoch
+                or (expected_attempt is not None and locked.attempt_id != expected_attempt)
             ):
                 raise error("stale_lease")
 
         async def end(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
-            held = await hold(transaction, parsed)
-            if held.terminal_outcome == "cancelled":
+            locked = await lock_execution(transaction, parsed)
+            if locked.terminal_outcome == "cancelled":
                 return [], []
-            check(held)
-            is_lease_lost = held.lifecycle_phase == "active" and source != CancelSource.LEASE_HOLDER
+            check(locked)
+            is_lease_lost = locked.lifecycle_phase == "active" and source != CancelSource.LEASE_HOLDER
             lease_end = LeaseEnd(
                 parsed,
                 Move.CANCELLED,
                 reason=reason,
                 source=source,
-                lost_epoch=held.lease_epoch if is_lease_lost else None,
+                lost_epoch=locked.lease_epoch if is_lease_lost else None,
             )
             return [lease_end], await self._lease_ends.within(transaction, [lease_end])
 
-        await self._lease_ends.after_commit(*await self._store.transact(end, execution_id=parsed))
+        lease_ends, verdicts = await self._store.transact(end, execution_id=parsed)
+        await self._lease_ends.after_commit(lease_ends, verdicts)
         return Cancelled(execution_id=parsed, public_state=PublicState.CANCELLED)

@@ -10,7 +10,7 @@ from flowfabric.engine.core.stored import literal
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import Ended
-from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key, split_execution_id
+from flowfabric.model.ids import ExecutionId, check_storable, parse_execution_id, split_execution_id
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.text import shown
 from flowfabric.pauses import is_set_within
@@ -46,7 +46,7 @@ class Results:
     async def wait_for_ending(self, execution_id: ExecutionId | str, *, timeout: float | None = None) -> Ended:
         """Wait until an execution ends, and return its outcome and result."""
         parsed = parse_execution_id(execution_id)
-        row_key(parsed)
+        check_storable(parsed)
         seconds = None if timeout is None else _check_timeout(timeout)
         if self._refuses:
             raise _refusal()

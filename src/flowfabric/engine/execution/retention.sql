@@ -31,7 +31,7 @@ member as materialized (
             for update skip locked) h on true
 ),
 -- By ctid: a row that has changed since the statement began is kept, for example one with a tag this snapshot lacks.
-gone as (
+deleted as (
   delete from execution where ctid = any(array(select tid from member where tid is not null))
   returning partition_key, execution_id, has_tags, terminal_outcome <> 'success' as is_listed, input_payload is null as has_large_input,
             result_payload is null and terminal_outcome = 'success' as may_have_large_result
@@ -40,7 +40,7 @@ gone as (
 kept as materialized (
   select m.batch_tid, m.execution_id
     from (select m.* from member m
-           where (m.partition_key, m.execution_id) not in (select partition_key, execution_id from gone) offset 0) m
+           where (m.partition_key, m.execution_id) not in (select partition_key, execution_id from deleted) offset 0) m
    cross join lateral (
          select from execution e
           where e.partition_key = m.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
@@ -56,42 +56,42 @@ left_over as (
    where r.ctid = k.batch_tid
 ),
 inputs as (
-  delete from execution_input i using gone d
+  delete from execution_input i using deleted d
    where d.has_large_input and i.partition_key = any(array[d.partition_key]) and i.execution_id = d.execution_id),
 results as (
-  delete from execution_result r using gone d
+  delete from execution_result r using deleted d
    where d.may_have_large_result and r.partition_key = any(array[d.partition_key]) and r.execution_id = d.execution_id),
 attempts as (
-  delete from attempt a using gone d where a.partition_key = any(array[d.partition_key]) and a.execution_id = d.execution_id),
+  delete from attempt a using deleted d where a.partition_key = any(array[d.partition_key]) and a.execution_id = d.execution_id),
 grants as (
-  delete from claim_grant g using gone d where g.partition_key = any(array[d.partition_key]) and g.execution_id = d.execution_id),
+  delete from claim_grant g using deleted d where g.partition_key = any(array[d.partition_key]) and g.execution_id = d.execution_id),
 tags as (
-  delete from execution_tag t using gone d
+  delete from execution_tag t using deleted d
    where d.has_tags and t.partition_key = any(array[d.partition_key]) and t.execution_id = d.execution_id),
 listings as (
-  delete from listed l using gone d
+  delete from listed l using deleted d
    where d.is_listed and l.partition_key = any(array[d.partition_key]) and l.execution_id = d.execution_id),
 -- Skipped entirely if nothing was ever suspended.
 waits as (
-  delete from suspension s using gone d
+  delete from suspension s using deleted d
    where s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id and exists (select from suspension)),
 waitpoints as (
-  delete from waitpoint w using gone d
+  delete from waitpoint w using deleted d
    where w.partition_key = any(array[d.partition_key]) and w.execution_id = any(array[d.execution_id])
      and exists (select from waitpoint)),
 signals as (
-  delete from signal g using gone d
+  delete from signal g using deleted d
    where g.partition_key = any(array[d.partition_key]) and g.execution_id = d.execution_id and exists (select from signal)),
 outcomes as (
   delete from idempotency_key
    where ctid = any(array(
          select k.tid
-           from gone d
+           from deleted d
           cross join lateral (
                 select k.ctid as tid from idempotency_key k
                  where k.partition_key = d.partition_key and k.operation = 'suspend' and k.scope = d.execution_id offset 0) k
           where exists (select from suspension))))
-select (select count(*) from gone) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached;
+select (select count(*) from deleted) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached;
 
 -- name: list_retained
 -- The ended executions past their retention except :skipped, the oldest after :since first.

@@ -25,9 +25,9 @@ kept as (
     from clock c
    where w.ctid = any(array(select o.tid from old o join named n using (worker_no)))
 ),
-gone as (
+deleted as (
   delete from worker_identity
    where ctid = any(array(select o.tid from old o left join named n using (worker_no) where n.worker_no is null))
   returning 1
 )
-select count(*) as purged from gone;
+select count(*) as purged from deleted;

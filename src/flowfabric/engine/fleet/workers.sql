@@ -53,7 +53,7 @@ select lapses_at from renewed;
 -- name: take_worker
 -- Deletes a live registration; no row if it is absent or has expired.
 with clock as materialized (select ff_now() as now),
-gone as (
+deleted as (
   delete from worker w using clock c
    where w.partition_key = :partition_key and w.namespace = :namespace
      and w.worker_instance_id = :worker_instance_id and w.lapses_at > c.now
@@ -61,15 +61,15 @@ gone as (
 ),
 events as (
   insert into worker_event (partition_key, namespace, worker_instance_id, at, kind, worker_id, reason)
-  select partition_key, namespace, worker_instance_id, now, 'marked_dead', worker_id, :reason from gone
+  select partition_key, namespace, worker_instance_id, now, 'marked_dead', worker_id, :reason from deleted
   on conflict do nothing
 )
-select worker_id from gone;
+select worker_id from deleted;
 
 -- name: take_expired_workers
 -- Deletes expired registrations; returns how many.
 with clock as materialized (select ff_now() as now),
-gone as (
+deleted as (
   delete from worker w using clock c
    where w.ctid = any(array(
          select ctid from worker
@@ -78,10 +78,10 @@ gone as (
 ),
 events as (
   insert into worker_event (partition_key, namespace, worker_instance_id, at, kind, worker_id)
-  select partition_key, namespace, worker_instance_id, now, 'ttl_swept', worker_id from gone
+  select partition_key, namespace, worker_instance_id, now, 'ttl_swept', worker_id from deleted
   on conflict do nothing
 )
-select count(*) as swept from gone;
+select count(*) as swept from deleted;
 
 -- name: list_live_workers
 -- The live registrations of one namespace or of all, after a position, in byte order of namespace and instance.

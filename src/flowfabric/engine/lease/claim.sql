@@ -304,7 +304,7 @@ union all
 -- include: notes
 ;
 
--- name: lease_held
+-- name: lease_locked
 -- Leases one execution that the transaction already holds locked and has checked; writes the same rows as claim_by_route.
 with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
 picked as materialized (

@@ -1,4 +1,4 @@
-"""Claims of a named execution: lock the row, check it, lease it."""
+"""Claims of one execution by its id: lock the row, check it, lease it."""
 
 import logging
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from uuid import UUID
 
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.core.row import HeldWithGrant, check_named, hold_with_grant
+from flowfabric.engine.core.row import LockedWithGrant, check_named, lock_with_grant
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
 from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS, SQL, Queues, claimed_of
 from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
@@ -127,14 +127,14 @@ class NamedClaims:
         lane = check_lane_id(lane_id)
 
         async def claim(transaction: Transaction) -> ClaimedExecution:
-            held = await hold_with_grant(transaction, parsed, lane)
-            if held.is_lost and held.is_granted_to(lease.worker_id, GrantKind.RECLAIM):
-                if held.reclaim_count >= reclaim_cap(held.execution_policy):
+            locked = await lock_with_grant(transaction, parsed, lane)
+            if locked.is_lost and locked.is_granted_to(lease.worker_id, GrantKind.RECLAIM):
+                if locked.reclaim_count >= reclaim_cap(locked.execution_policy):
                     raise error("execution_not_leaseable", "its lease was lost as often as its policy allows")
-                return await self.take(transaction, held, "reclaimed", lease)
-            if refusal := _why_not_fresh(held, lease.worker_id):
+                return await self.take(transaction, locked, "reclaimed", lease)
+            if refusal := _why_not_fresh(locked, lease.worker_id):
                 raise refusal
-            return await self.take(transaction, held, "fresh", lease)
+            return await self.take(transaction, locked, "fresh", lease)
 
         return await self._store.transact(claim, execution_id=parsed)
 
@@ -163,18 +163,18 @@ class NamedClaims:
         lane = check_lane_id(lane_id)
 
         async def claim(transaction: Transaction) -> ClaimedExecution:
-            held = await hold_with_grant(transaction, parsed, lane)
-            if held.lifecycle_phase == "suspended":
-                raise error("not_a_resumed_execution", _state_of(held))
-            if held.lifecycle_phase != "runnable" or held.eligibility_state != "eligible_now":
-                raise error("execution_not_leaseable", _state_of(held))
-            if held.attempt_state != "attempt_interrupted":
-                raise error("not_a_resumed_execution", _state_of(held))
-            if not held.is_on_open_lane:
-                raise error("execution_not_leaseable", f"lane {held.lane_id} is {held.lane_state}")
-            if held.has_live_grant and held.grant_worker_id != lease.worker_id:
+            locked = await lock_with_grant(transaction, parsed, lane)
+            if locked.lifecycle_phase == "suspended":
+                raise error("not_a_resumed_execution", _state_of(locked))
+            if locked.lifecycle_phase != "runnable" or locked.eligibility_state != "eligible_now":
+                raise error("execution_not_leaseable", _state_of(locked))
+            if locked.attempt_state != "attempt_interrupted":
+                raise error("not_a_resumed_execution", _state_of(locked))
+            if not locked.is_on_open_lane:
+                raise error("execution_not_leaseable", f"lane {locked.lane_id} is {locked.lane_state}")
+            if locked.has_live_grant and locked.grant_worker_id != lease.worker_id:
                 raise error("invalid_claim_grant", "it is granted to another worker")
-            return await self.take(transaction, held, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
+            return await self.take(transaction, locked, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
 
         return await self._store.transact(claim, execution_id=parsed)
 
@@ -193,31 +193,31 @@ class NamedClaims:
         )
 
         async def claim(transaction: Transaction) -> ClaimedExecution | None:
-            held = await hold_with_grant(transaction, parsed, lane)
-            is_resumable = held.lifecycle_phase == "runnable" and held.eligibility_state == "eligible_now"
-            if not is_resumable or held.attempt_state != "attempt_interrupted" or not held.is_on_open_lane:
+            locked = await lock_with_grant(transaction, parsed, lane)
+            is_resumable = locked.lifecycle_phase == "runnable" and locked.eligibility_state == "eligible_now"
+            if not is_resumable or locked.attempt_state != "attempt_interrupted" or not locked.is_on_open_lane:
                 return None
-            if failure := await self._grant_failure(transaction, held, key, grant_key, lease.worker_id):
+            if failure := await self._grant_failure(transaction, locked, key, grant_key, lease.worker_id):
                 raise failure.refusal()
-            return await self.take(transaction, held, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
+            return await self.take(transaction, locked, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
 
         claimed = await self._store.transact(claim, execution_id=parsed)
         return None if claimed is None else claimed.handle
 
     async def issue_grant_and_claim(self, *, execution_id: str, lane_id: str, lease_duration_ms: int) -> GrantedClaim:
-        """Lease a named execution without a worker, for an operator."""
+        """Lease one execution without a worker, for an operator."""
         parsed = check_named(self._store, execution_id)
         lane = check_lane_id(lane_id)
         lease = Lease.of(worker_id=OPERATOR, worker_instance_id=OPERATOR, lease_ttl_ms=lease_duration_ms)
 
         async def claim(transaction: Transaction) -> ClaimedExecution:
-            held = await hold_with_grant(transaction, parsed, lane)
-            if refusal := _why_not_for_operator(held):
+            locked = await lock_with_grant(transaction, parsed, lane)
+            if refusal := _why_not_for_operator(locked):
                 raise refusal
-            if held.attempt_state == "attempt_interrupted":
+            if locked.attempt_state == "attempt_interrupted":
                 reason = AcquireReason.ISSUE_GRANT_AND_CLAIM_RESUMED
-                return await self.take(transaction, held, "resumed", lease, reason=reason)
-            return await self.take(transaction, held, "fresh", lease, reason=AcquireReason.ISSUE_GRANT_AND_CLAIM)
+                return await self.take(transaction, locked, "resumed", lease, reason=reason)
+            return await self.take(transaction, locked, "fresh", lease, reason=AcquireReason.ISSUE_GRANT_AND_CLAIM)
 
         claimed = await self._store.transact(claim, execution_id=parsed)
         return GrantedClaim(
@@ -227,7 +227,7 @@ class NamedClaims:
     async def take(
         self,
         transaction: Transaction,
-        held: HeldWithGrant,
+        locked: LockedWithGrant,
         branch: str,
         lease: Lease,
         *,
@@ -237,11 +237,11 @@ class NamedClaims:
         if lease.timeout_ms is not None:
             timeout_ms = lease.timeout_ms or None
         else:
-            timeout_ms = held.remaining_attempt_timeout_ms if branch == "resumed" else held.attempt_timeout_ms
+            timeout_ms = locked.remaining_attempt_timeout_ms if branch == "resumed" else locked.attempt_timeout_ms
         (row,) = await transaction.fetch(
-            SQL.lease_held,
-            partition_key=held.partition_key,
-            execution_id=held.execution_id,
+            SQL.lease_locked,
+            partition_key=locked.partition_key,
+            execution_id=locked.execution_id,
             branch=branch,
             worker_no=await self._store.worker_no_within(transaction, lease.worker_id, lease.worker_instance_id),
             lease_ttl_ms=lease.lease_ttl_ms,
@@ -256,69 +256,71 @@ class NamedClaims:
             least_ahead_ms=0,
             **CLAIM_PARAMETERS,
         )
-        if branch == "reclaimed" and (held.reclaim_count + 1) % WARN_EVERY_RECLAIMS == 0:
-            logger.warning("%s was reclaimed %d times", held.id, held.reclaim_count + 1)
+        if branch == "reclaimed" and (locked.reclaim_count + 1) % WARN_EVERY_RECLAIMS == 0:
+            logger.warning("%s was reclaimed %d times", locked.id, locked.reclaim_count + 1)
         return claimed_of(row, lease.worker_instance_id, lease.lease_ttl_ms, Queues())
 
     async def _grant_failure(
-        self, transaction: Transaction, held: HeldWithGrant, key: GrantKey, grant_key: str, worker_id: str
+        self, transaction: Transaction, locked: LockedWithGrant, key: GrantKey, grant_key: str, worker_id: str
     ) -> GrantFailure | None:
         """Return why a grant key is not valid for this worker and execution, None if it is."""
-        if key.execution_id != held.id:
+        if key.execution_id != locked.id:
             return GrantFailure.UNKNOWN_GRANT
-        if held.has_forgotten_grant and key.expires_at_ms == held.granted_until:
+        if locked.has_forgotten_grant and key.expires_at_ms == locked.granted_until:
             return GrantFailure.EXPIRED
-        if held.grant_id != grant_id(grant_key) or held.grant_worker_id != worker_id:
+        if locked.grant_id != grant_id(grant_key) or locked.grant_worker_id != worker_id:
             return GrantFailure.UNKNOWN_GRANT
         signer = await self._keys.verifying(transaction, key.kid)
         if signer is None:
             return GrantFailure.UNKNOWN_KID
-        if not key.is_signed_by(signer, worker_id, held.grant_worker_instance_id or ""):
+        if not key.is_signed_by(signer, worker_id, locked.grant_worker_instance_id or ""):
             return GrantFailure.SIGNATURE_MISMATCH
-        return None if held.has_live_grant else GrantFailure.EXPIRED
+        return None if locked.has_live_grant else GrantFailure.EXPIRED
 
 
-def _why_not_fresh(held: HeldWithGrant, worker_id: str) -> EngineError | None:
+def _why_not_fresh(locked: LockedWithGrant, worker_id: str) -> EngineError | None:
     """Return why this worker's grant cannot begin a new attempt, None if it can."""
-    state = _state_of(held)
-    if held.lifecycle_phase != "runnable":
+    state = _state_of(locked)
+    if locked.lifecycle_phase != "runnable":
         return error("execution_not_leaseable", state)
-    if held.ownership_state != "unowned":
+    if locked.ownership_state != "unowned":
         return error("lease_conflict", state)
-    if held.eligibility_state != "eligible_now" or held.terminal_outcome != "none":
+    if locked.eligibility_state != "eligible_now" or locked.terminal_outcome != "none":
         return error("execution_not_leaseable", state)
-    if held.attempt_state == "running_attempt":
+    if locked.attempt_state == "running_attempt":
         return error("active_attempt_exists", state)
-    if held.attempt_state == "attempt_interrupted":
+    if locked.attempt_state == "attempt_interrupted":
         return error("use_claim_resumed_execution", state)
-    if held.grant_kind != GrantKind.CLAIM or held.grant_worker_id != worker_id:
+    if locked.grant_kind != GrantKind.CLAIM or locked.grant_worker_id != worker_id:
         return error("invalid_claim_grant", f"worker {worker_id!r} has no claim grant for it; issue one first")
-    return None if held.has_live_grant else error("claim_grant_expired", "issue a new grant")
+    return None if locked.has_live_grant else error("claim_grant_expired", "issue a new grant")
 
 
-def _why_not_for_operator(held: HeldWithGrant) -> EngineError | None:
+def _why_not_for_operator(locked: LockedWithGrant) -> EngineError | None:
     """Return why an operator cannot lease an execution, None if it can."""
-    state = _state_of(held)
-    if held.lifecycle_phase != "runnable":
+    state = _state_of(locked)
+    if locked.lifecycle_phase != "runnable":
         return error("execution_not_eligible", state)
-    if held.ownership_state != "unowned":
+    if locked.ownership_state != "unowned":
         return error("lease_conflict", state)
-    if held.terminal_outcome != "none":
+    if locked.terminal_outcome != "none":
         return error("execution_not_eligible", state)
-    if held.attempt_state == "running_attempt":
+    if locked.attempt_state == "running_attempt":
         return error("active_attempt_exists", state)
-    if held.has_live_grant:
-        return error("grant_already_exists", f"worker {held.grant_worker_id!r} holds it")
-    is_eligible = held.eligibility_state == "eligible_now"
-    if held.attempt_state == "attempt_interrupted":
+    if locked.has_live_grant:
+        return error("grant_already_exists", f"worker {locked.grant_worker_id!r} holds it")
+    is_eligible = locked.eligibility_state == "eligible_now"
+    if locked.attempt_state == "attempt_interrupted":
         return None if is_eligible else error("execution_not_eligible", state)
-    if is_eligible and held.is_on_open_lane:
+    if is_eligible and locked.is_on_open_lane:
         return None
-    return error("execution_not_in_eligible_set", f"{state}, on lane {held.lane_id}, which is {held.lane_state}")
+    return error("execution_not_in_eligible_set", f"{state}, on lane {locked.lane_id}, which is {locked.lane_state}")
 
 
-def _state_of(held: HeldWithGrant) -> str:
-    return f"it is {held.lifecycle_phase}, {held.ownership_state}, {held.eligibility_state}, {held.attempt_state}"
+def _state_of(locked: LockedWithGrant) -> str:
+    return (
+        f"it is {locked.lifecycle_phase}, {locked.ownership_state}, {locked.eligibility_state}, {locked.attempt_state}"
+    )
 
 
 def _attempt_policy(text: str | None) -> str | None:

@@ -7,7 +7,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
-from flowfabric.engine.core.row import hold_if_exists, usable
+from flowfabric.engine.core.row import check_lease_handle, lock_execution_if_exists
 from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.core.transition import PROMOTED, Move
 from flowfabric.engine.core.wakeups import Work
@@ -15,7 +15,13 @@ from flowfabric.engine.lease.expire import LATEST_TIME, SWEEP_LIMIT
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import ExecutionId, format_execution_id, parse_execution_id, row_key, split_execution_id
+from flowfabric.model.ids import (
+    ExecutionId,
+    check_storable,
+    format_execution_id,
+    parse_execution_id,
+    split_execution_id,
+)
 from flowfabric.model.lease import AlreadySatisfied, Promoted
 from flowfabric.model.policy_checks import MAX_MS
 from flowfabric.model.states import EligibilityState, PublicState
@@ -34,7 +40,7 @@ class Delays:
 
     async def delay(self, handle: Handle, delay_until: int | None = None, *, delay_ms: int | None = None) -> None:
         """Release a run until a time, or for a duration; the next claim after that continues its attempt."""
-        handle = usable(handle)
+        handle = check_lease_handle(handle)
         if (delay_until is None) == (delay_ms is None):
             count = "neither" if delay_until is None else "both"
             raise error("invalid_input", f"delay_until: pass delay_until or delay_ms, got {count}")
@@ -47,7 +53,7 @@ class Delays:
 
     async def wait_children(self, handle: Handle) -> None:
         """Release a run until its children have ended; the next claim after that continues its attempt."""
-        handle = usable(handle)
+        handle = check_lease_handle(handle)
         await self._release(LeaseEnd(handle.execution_id, _waiting_move(), fence=handle))
 
     async def hand_back(self, handle: Handle, *, was_started: bool = True) -> None:
@@ -55,21 +61,21 @@ class Delays:
 
         With `was_started=False`, the attempt keeps the timeout it had when it was claimed.
         """
-        handle = usable(handle)
+        handle = check_lease_handle(handle)
         move = Move.HANDED_BACK if was_started else Move.NOT_STARTED
         await self._release(LeaseEnd(handle.execution_id, move, fence=handle))
 
     async def promote_delayed(self, execution_id: ExecutionId | str) -> Promoted | AlreadySatisfied:
         """Make a delayed execution claimable if it is due."""
         parsed = parse_execution_id(execution_id)
-        row_key(parsed)
+        check_storable(parsed)
 
         async def promote(transaction: Transaction) -> tuple[list[Record], str]:
-            held = await hold_if_exists(transaction, parsed)
-            if held is None:
+            locked = await lock_execution_if_exists(transaction, parsed)
+            if locked is None:
                 return [], "execution_not_found"
             promoted = await transaction.fetch(SQL.promote_delayed, **_named([parsed]), lease_epoch=None, **PROMOTED)
-            is_delayed = held.eligibility_state == EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
+            is_delayed = locked.eligibility_state == EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
             return promoted, "not_yet_due" if is_delayed else "not_delayed"
 
         promoted, reason = await self._store.transact(promote, execution_id=parsed)
@@ -82,10 +88,10 @@ class Delays:
 
     async def bring_forward(self, handle: Handle) -> None:
         """Make an execution that was delayed under this lease claimable at once, unless it was claimed since."""
-        handle = usable(handle)
+        handle = check_lease_handle(handle)
 
         async def promote(transaction: Transaction) -> list[Record]:
-            if await hold_if_exists(transaction, handle.execution_id) is None:
+            if await lock_execution_if_exists(transaction, handle.execution_id) is None:
                 return []
             return await transaction.fetch(
                 SQL.promote_delayed, **_named([handle.execution_id]), lease_epoch=handle.lease_epoch, **PROMOTED

@@ -1,7 +1,7 @@
 -- name: promote_delayed
--- Makes due delayed executions claimable: the named ones, or without names the oldest after :since except :skipped.
--- The attempt state decides whether the next claim resumes or retries. A named execution that was delayed under the lease of
--- :lease_epoch need not be due.
+-- Makes due delayed executions claimable: those whose ids are given, or without ids the oldest after :since except :skipped.
+-- The attempt state decides whether the next claim resumes or retries. An execution whose id is given and that was delayed
+-- under the lease of :lease_epoch need not be due.
 with clock as materialized (select ff_now() as now),
 named as materialized (
   select t.partition_key, t.execution_id

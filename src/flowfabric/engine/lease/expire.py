@@ -10,7 +10,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
 from flowfabric.engine.core.quarantine import Quarantine, is_connection_fault
-from flowfabric.engine.core.row import Held, Verdict, hold, hold_if_exists
+from flowfabric.engine.core.row import LockedExecution, Verdict, lock_execution, lock_execution_if_exists
 from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.core.transition import Move, after_timeout
 from flowfabric.engine.core.wakeups import Work
@@ -19,6 +19,7 @@ from flowfabric.model.attempt import FailureClass
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import (
     ExecutionId,
+    check_storable,
     format_execution_id,
     parse_execution_id,
     row_key,
@@ -120,14 +121,14 @@ class LeaseExpiry:
     async def mark_lease_expired_if_due(self, execution_id: ExecutionId | str) -> Marked | AlreadySatisfied:
         """Mark the lease of an execution as expired if it is due, so that the next claim reclaims it."""
         parsed = parse_execution_id(execution_id)
-        row_key(parsed)
+        check_storable(parsed)
         end = LeaseEnd(parsed, Move.LEASE_EXPIRED)
 
         async def mark(transaction: Transaction) -> tuple[list[Verdict | Locked], str]:
-            held = await hold_if_exists(transaction, parsed)
-            if held is None:
+            locked = await lock_execution_if_exists(transaction, parsed)
+            if locked is None:
                 return [], "execution_not_found"
-            return await self._lease_ends.within(transaction, [end]), _why_unmarked(held)
+            return await self._lease_ends.within(transaction, [end]), _why_unmarked(locked)
 
         verdicts, reason = await self._store.transact(mark, execution_id=parsed)
         await self._lease_ends.after_commit([end] * len(verdicts), verdicts)
@@ -232,8 +233,8 @@ class Timeouts:
         async def expire(
             transaction: Transaction,
         ) -> tuple[LeaseEnd, list[Verdict | Locked]] | AlreadyTerminal | NotYetDue:
-            held = await hold(transaction, parsed)
-            if held.lifecycle_phase == LifecyclePhase.TERMINAL:
+            locked = await lock_execution(transaction, parsed)
+            if locked.lifecycle_phase == LifecyclePhase.TERMINAL:
                 return AlreadyTerminal()
             (row,) = await transaction.fetch(SQL.read_expiry, partition_key=partition, execution_id=uuid)
             if not row["past_deadline" if which is ExpiryPhase.EXECUTION_DEADLINE else "past_timeout"]:
@@ -286,10 +287,10 @@ _UNMARKED = {
 }
 
 
-def _why_unmarked(held: Held) -> str:
-    if held.lifecycle_phase != LifecyclePhase.ACTIVE:
+def _why_unmarked(locked: LockedExecution) -> str:
+    if locked.lifecycle_phase != LifecyclePhase.ACTIVE:
         return "not_active"
-    return _UNMARKED[OwnershipState(held.ownership_state)]
+    return _UNMARKED[OwnershipState(locked.ownership_state)]
 
 
 def _after(cursor: object) -> tuple[int | None, str | None]:

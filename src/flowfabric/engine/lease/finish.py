@@ -9,13 +9,20 @@ from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
-from flowfabric.engine.core.row import DONE, GivenFence, Verdict, hold, hold_all, usable
+from flowfabric.engine.core.row import DONE, GivenFence, Verdict, check_lease_handle, lock_execution, lock_executions
 from flowfabric.engine.core.transition import Move, after_failure
 from flowfabric.engine.store import Store
 from flowfabric.model.attempt import FailureClass, FailureReason, failure_category
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import ExecutionId, format_execution_id, parse_execution_id, row_key, split_execution_id
+from flowfabric.model.ids import (
+    ExecutionId,
+    check_storable,
+    format_execution_id,
+    parse_execution_id,
+    row_key,
+    split_execution_id,
+)
 from flowfabric.model.lease import ClaimedExecution, Completed, RetryScheduled, TerminalFailed
 from flowfabric.model.policy import (
     ExecutionPolicy,
@@ -84,7 +91,7 @@ class Finish:
         claimed: ClaimedExecution | None = None,
     ) -> RetryScheduled | TerminalFailed:
         """End an attempt in failure, and retry if the policy says so; pass `claimed` to save reading the policy."""
-        handle = usable(handle)
+        handle = check_lease_handle(handle)
         reason = _failure_reason(reason).bounded()
         try:
             classification = FailureClass(classification)
@@ -128,13 +135,13 @@ class Finish:
         """End a run in success for the caller that holds its fence."""
         given = GivenFence.read(lease_id, lease_epoch, attempt_id, attempt_index, source=source)
         parsed = parse_execution_id(execution_id)
-        row_key(parsed)
+        check_storable(parsed)
         payload = _bytes_of(payload)
         if result_encoding is not None:
             check_text(result_encoding, "result_encoding")
 
         async def end(transaction: Transaction) -> tuple[LeaseEnd, list[Verdict | Locked]]:
-            fence = given.against(await hold(transaction, parsed))
+            fence = given.against(await lock_execution(transaction, parsed))
             lease_end = LeaseEnd(
                 parsed,
                 Move.COMPLETED,
@@ -176,8 +183,8 @@ class Finish:
         next_policy = _policy_text(next_attempt_policy_json)
 
         async def end(transaction: Transaction) -> tuple[LeaseEnd, list[Verdict | Locked], int]:
-            held = await hold(transaction, parsed)
-            fence = given.against(held)
+            locked = await lock_execution(transaction, parsed)
+            fence = given.against(locked)
             (row,) = await transaction.fetch(SQL.read_retry_state, partition_key=partition, execution_id=uuid)
             stored = read_stored_policy(row["policy"])
             policy = stored if retry_policy is None else ExecutionPolicy(retry_policy=retry_policy)
@@ -195,7 +202,7 @@ class Finish:
                 lost_epoch=fence.lease_epoch if given.fence is None else None,
             )
             verdicts = await self._lease_ends.within(transaction, [lease_end])
-            return lease_end, verdicts, held.attempt_count
+            return lease_end, verdicts, locked.attempt_count
 
         lease_end, verdicts, attempt_count = await self._store.transact(end, execution_id=parsed)
         verdict = await self._finish_service(lease_end, verdicts)
@@ -212,11 +219,11 @@ class Finish:
         epochs = dict(lost)
 
         async def end(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
-            _, rows = await hold_all(transaction, list(epochs), waits=False)
+            _, rows = await lock_executions(transaction, list(epochs), waits=False)
             lease_ends = [
-                LeaseEnd(held.id, Move.RECLAIM_LIMIT, reason=MAX_RECLAIMS_EXCEEDED)
-                for held in rows
-                if held is not None and held.is_lost and held.lease_epoch == epochs[held.id]
+                LeaseEnd(locked.id, Move.RECLAIM_LIMIT, reason=MAX_RECLAIMS_EXCEEDED)
+                for locked in rows
+                if locked is not None and locked.is_lost and locked.lease_epoch == epochs[locked.id]
             ]
             return lease_ends, await self._lease_ends.within(transaction, lease_ends) if lease_ends else []
 
@@ -268,7 +275,7 @@ class Finish:
 
 
 def _completion(handle: Handle, payload: bytes | None) -> LeaseEnd:
-    handle = usable(handle)
+    handle = check_lease_handle(handle)
     if payload is not None and type(payload) is not bytes:
         payload = _bytes_of(payload)
     return LeaseEnd(handle.execution_id, Move.COMPLETED, fence=handle, payload=payload)

@@ -4,7 +4,7 @@ select policy, retry_count from execution where partition_key = :partition_key a
 
 
 -- name: list_often_reclaimed
--- Those of the named executions whose number of reclaims is a multiple of :every.
+-- Those of these executions whose number of reclaims is a multiple of :every.
 select e.partition_key, e.execution_id, e.reclaim_count
   from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
  cross join lateral (

@@ -1,4 +1,4 @@
-"""Grants: reserve an execution for one worker for a short time, by search or by name."""
+"""Grants: reserve an execution for one worker for a short time, by search or by its id."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import EndedLease
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.core.row import HeldWithGrant, check_named, hold_with_grant, read_with_grant
+from flowfabric.engine.core.row import LockedWithGrant, check_named, lock_with_grant, read_with_grant
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import CATCH_UP_SECONDS, RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.lease.claim import SQL as CLAIM_SQL
@@ -117,7 +117,7 @@ class Grants:
             scanned_to = found if isinstance(found, int) else 0
             if scanned_to:
                 continue
-            if isinstance(found, HeldWithGrant):
+            if isinstance(found, LockedWithGrant):
                 # If it cannot be ended, the next statement must not find it again.
                 refused.append(found.execution_id)
                 await self._finish.end_at_reclaim_limit([(found.id, found.lease_epoch)])
@@ -128,7 +128,7 @@ class Grants:
 
     async def _search(
         self, grantee: Grantee, scan: Scan, where: Mapping[str, object], skipped: Sequence[UUID]
-    ) -> Granted | HeldWithGrant | int | None:
+    ) -> Granted | LockedWithGrant | int | None:
         """Grant the best execution that one statement finds; None if there is none.
 
         Returns an execution at its reclaim limit as its row, and for a search that was cut short the place to continue.
@@ -136,7 +136,7 @@ class Grants:
         statement = CLAIM_SQL.lock_best_of_queues if scan.is_by_queue else CLAIM_SQL.lock_best_of_routes
         offered = cast("tuple[str, ...]", where["capabilities"])
 
-        async def search(transaction: Transaction) -> Granted | HeldWithGrant | int | None:
+        async def search(transaction: Transaction) -> Granted | LockedWithGrant | int | None:
             (row,) = await transaction.fetch(statement, **where, **RECLAIM_LIMITS, skipped=skipped, limit=1)
             if row["scan_us"] is not None:
                 scan.watermarks.record_full_scan(row["scan_us"] / 1_000_000, up_to=row["place"])
@@ -144,11 +144,11 @@ class Grants:
                 cut_at: int | None = row["cut_at"]
                 return cut_at
             scan.watermarks.raise_to(row["queue_no" if scan.is_by_queue else "route_no"], row["place"])
-            held = await read_with_grant(transaction, row["partition_key"], row["execution_id"])
-            if held.is_lost and held.reclaim_count >= reclaim_cap(held.execution_policy):
-                return held
-            kind = GrantKind.RECLAIM if held.is_lost else GrantKind.CLAIM
-            return await self.issue(transaction, held, kind, grantee, offered)
+            locked = await read_with_grant(transaction, row["partition_key"], row["execution_id"])
+            if locked.is_lost and locked.reclaim_count >= reclaim_cap(locked.execution_policy):
+                return locked
+            kind = GrantKind.RECLAIM if locked.is_lost else GrantKind.CLAIM
+            return await self.issue(transaction, locked, kind, grantee, offered)
 
         return await self._store.transact(search)
 
@@ -172,7 +172,7 @@ class Grants:
         route_snapshot_json: str | None = None,
         admission_summary: str | None = None,
     ) -> Granted:
-        """Reserve a named execution for a worker."""
+        """Reserve one execution for a worker."""
         grantee = Grantee.of(
             worker_id, worker_instance_id, grant_ttl_ms, capability_hash, route_snapshot_json, admission_summary
         )
@@ -180,18 +180,18 @@ class Grants:
         lane = check_lane_id(lane_id)
 
         async def issue(transaction: Transaction) -> Granted | EngineError:
-            held = await hold_with_grant(transaction, parsed, lane)
-            if held.lifecycle_phase != "runnable" or held.eligibility_state != "eligible_now":
-                raise error("execution_not_eligible", f"it is {held.lifecycle_phase}, {held.eligibility_state}")
-            if held.has_live_grant:
-                raise error("grant_already_exists", f"worker {held.grant_worker_id!r} holds it")
-            if not held.is_on_open_lane:
-                raise error("execution_not_in_eligible_set", f"lane {held.lane_id} is {held.lane_state}")
+            locked = await lock_with_grant(transaction, parsed, lane)
+            if locked.lifecycle_phase != "runnable" or locked.eligibility_state != "eligible_now":
+                raise error("execution_not_eligible", f"it is {locked.lifecycle_phase}, {locked.eligibility_state}")
+            if locked.has_live_grant:
+                raise error("grant_already_exists", f"worker {locked.grant_worker_id!r} holds it")
+            if not locked.is_on_open_lane:
+                raise error("execution_not_in_eligible_set", f"lane {locked.lane_id} is {locked.lane_state}")
             offered = check_capabilities(worker_capabilities)
-            if missing := held.missing(offered):
-                await note_mismatch(transaction, held)
+            if missing := locked.missing(offered):
+                await note_mismatch(transaction, locked)
                 return error("capability_mismatch", missing)
-            return await self.issue(transaction, held, GrantKind.CLAIM, grantee, offered)
+            return await self.issue(transaction, locked, GrantKind.CLAIM, grantee, offered)
 
         granted = await self._store.transact(issue, execution_id=parsed)
         if isinstance(granted, EngineError):
@@ -201,7 +201,7 @@ class Grants:
     async def issue(
         self,
         transaction: Transaction,
-        held: HeldWithGrant,
+        locked: LockedWithGrant,
         kind: GrantKind,
         grantee: Grantee,
         offered: tuple[str, ...],
@@ -209,9 +209,9 @@ class Grants:
         names_lane: bool = False,
     ) -> Granted:
         """Sign and store a grant for an execution that the transaction has locked."""
-        key = await self._keys.signing(transaction, held.signing_kid, held.signing_since)
-        expires_at_ms = held.now + grantee.grant_ttl_ms
-        execution_id = held.id
+        key = await self._keys.signing(transaction, locked.signing_kid, locked.signing_since)
+        expires_at_ms = locked.now + grantee.grant_ttl_ms
+        execution_id = locked.id
         grant_key = sign_grant(
             key,
             kind,
@@ -222,18 +222,18 @@ class Grants:
         )
         await transaction.fetch(
             SQL.insert_grant,
-            partition_key=held.partition_key,
-            execution_id=held.execution_id,
+            partition_key=locked.partition_key,
+            execution_id=locked.execution_id,
             grant_id=grant_id(grant_key),
             kind=kind,
             worker_id=grantee.worker_id,
             worker_instance_id=grantee.worker_instance_id,
-            lane_no=held.lane_no,
+            lane_no=locked.lane_no,
             worker_capabilities=offered,
             capability_hash=grantee.capability_hash,
             route_snapshot=grantee.route_snapshot,
             admission_summary=grantee.admission_summary,
-            now=held.now,
+            now=locked.now,
             expires_at=expires_at_ms,
         )
         partition_key = partition_text(execution_id)
@@ -245,7 +245,7 @@ class Grants:
                     partition_key=partition_key,
                     grant_key=grant_key,
                     expires_at_ms=expires_at_ms,
-                    lane_id=LaneId(held.lane_id),
+                    lane_id=LaneId(locked.lane_id),
                 ),
             )
         return Granted(
@@ -259,10 +259,13 @@ class Grants:
         )
 
 
-async def note_mismatch(transaction: Transaction, held: HeldWithGrant) -> None:
+async def note_mismatch(transaction: Transaction, locked: LockedWithGrant) -> None:
     """Record on a locked execution that a worker without its required capabilities asked for it."""
     await transaction.fetch(
-        SQL.set_capability_mismatch, partition_key=held.partition_key, execution_id=held.execution_id, now=held.now
+        SQL.set_capability_mismatch,
+        partition_key=locked.partition_key,
+        execution_id=locked.execution_id,
+        now=locked.now,
     )
 
 
@@ -280,7 +283,7 @@ def _optional_text(value: object, field: str) -> str | None:
     return None if value is None else check_text(value, field)
 
 
-async def take_grants(transaction: Transaction, ended: Sequence[EndedLease]) -> None:
+async def delete_grants(transaction: Transaction, ended: Sequence[EndedLease]) -> None:
     """Delete the grants of executions that ended or lost their lease."""
     pairs = [split_execution_id(each.execution_id) for each in ended]
     await transaction.fetch(

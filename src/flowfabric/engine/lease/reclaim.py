@@ -7,7 +7,7 @@ from uuid import UUID
 from flowfabric.db.batch import Locked
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
-from flowfabric.engine.core.row import HeldWithGrant, Verdict, check_named, hold_with_grant
+from flowfabric.engine.core.row import LockedWithGrant, Verdict, check_named, lock_with_grant
 from flowfabric.engine.core.transition import Move
 from flowfabric.engine.core.wakeups import LostLease, LostReason, Work
 from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS
@@ -66,33 +66,33 @@ class Reclaim:
         lane = check_lane_id(lane_id)
         offered = check_capabilities(worker_capabilities)
 
-        marked: list[tuple[HeldWithGrant, Work]] = []
+        marked: list[tuple[LockedWithGrant, Work]] = []
 
         async def issue(transaction: Transaction) -> Granted | NotReclaimable | tuple[int, Ended]:
             marked.clear()
-            held = await hold_with_grant(transaction, parsed, lane)
-            if not held.has_expired and not held.is_lost:
-                return NotReclaimable(execution_id=parsed, detail=_state_of(held))
-            if not held.is_on_open_lane:
-                return NotReclaimable(execution_id=parsed, detail=f"lane {held.lane_id} is {held.lane_state}")
-            if held.has_expired:
+            locked = await lock_with_grant(transaction, parsed, lane)
+            if not locked.has_expired and not locked.is_lost:
+                return NotReclaimable(execution_id=parsed, detail=_state_of(locked))
+            if not locked.is_on_open_lane:
+                return NotReclaimable(execution_id=parsed, detail=f"lane {locked.lane_id} is {locked.lane_state}")
+            if locked.has_expired:
                 (verdict,) = await self._lease_ends.within(transaction, [LeaseEnd(parsed, Move.LEASE_EXPIRED)])
                 if not isinstance(verdict, Verdict) or verdict.work is None:
-                    return NotReclaimable(execution_id=parsed, detail=_state_of(held))
-                marked.append((held, verdict.work))
-                held = await hold_with_grant(transaction, parsed, lane)
-            cap = reclaim_cap(held.execution_policy)
-            if held.reclaim_count >= cap:
-                return cap, await self._end(transaction, held)
-            if held.has_live_grant:
-                raise error("grant_already_exists", f"worker {held.grant_worker_id!r} holds it")
-            if missing := held.missing(offered):
-                await note_mismatch(transaction, held)
+                    return NotReclaimable(execution_id=parsed, detail=_state_of(locked))
+                marked.append((locked, verdict.work))
+                locked = await lock_with_grant(transaction, parsed, lane)
+            cap = reclaim_cap(locked.execution_policy)
+            if locked.reclaim_count >= cap:
+                return cap, await self._end(transaction, locked)
+            if locked.has_live_grant:
+                raise error("grant_already_exists", f"worker {locked.grant_worker_id!r} holds it")
+            if missing := locked.missing(offered):
+                await note_mismatch(transaction, locked)
                 return NotReclaimable(execution_id=parsed, detail=f"capability_mismatch: {missing}")
-            return await self._grants.issue(transaction, held, GrantKind.RECLAIM, grantee, offered, names_lane=True)
+            return await self._grants.issue(transaction, locked, GrantKind.RECLAIM, grantee, offered, names_lane=True)
 
         answer = await self._store.transact(issue, execution_id=parsed)
-        self._store.wakeups.lost([_lost(held) for held, _ in marked])
+        self._store.wakeups.lost([_lost(locked) for locked, _ in marked])
         if isinstance(answer, tuple):
             return await self._at_reclaim_limit(*answer)
         if isinstance(answer, NotReclaimable):
@@ -135,34 +135,34 @@ class Reclaim:
         if max_reclaim_count is not None:
             check_range(max_reclaim_count, "max_reclaim_count", 0, MAX_CAP)
 
-        reclaimed: list[HeldWithGrant] = []
+        reclaimed: list[LockedWithGrant] = []
 
         async def reclaim(
             transaction: Transaction,
         ) -> ClaimedExecution | NotReclaimable | GrantNotFound | tuple[int, Ended]:
             reclaimed.clear()
-            held = await hold_with_grant(transaction, parsed, lane)
-            if not held.is_lost and not held.has_expired:
-                return NotReclaimable(execution_id=parsed, detail=_state_of(held))
-            if not held.is_on_open_lane:
-                return NotReclaimable(execution_id=parsed, detail=f"lane {held.lane_id} is {held.lane_state}")
-            if not held.has_live_grant or held.grant_kind != GrantKind.RECLAIM:
+            locked = await lock_with_grant(transaction, parsed, lane)
+            if not locked.is_lost and not locked.has_expired:
+                return NotReclaimable(execution_id=parsed, detail=_state_of(locked))
+            if not locked.is_on_open_lane:
+                return NotReclaimable(execution_id=parsed, detail=f"lane {locked.lane_id} is {locked.lane_state}")
+            if not locked.has_live_grant or locked.grant_kind != GrantKind.RECLAIM:
                 return GrantNotFound(execution_id=parsed)
-            if held.grant_worker_id != lease.worker_id:
+            if locked.grant_worker_id != lease.worker_id:
                 raise error("invalid_claim_grant", "its reclaim grant belongs to another worker")
-            cap = reclaim_cap(held.execution_policy, max_reclaim_count)
-            if held.reclaim_count >= cap:
-                return cap, await self._end(transaction, held)
-            reclaimed.append(held)
-            return await self._claims.take(transaction, held, "reclaimed", lease)
+            cap = reclaim_cap(locked.execution_policy, max_reclaim_count)
+            if locked.reclaim_count >= cap:
+                return cap, await self._end(transaction, locked)
+            reclaimed.append(locked)
+            return await self._claims.take(transaction, locked, "reclaimed", lease)
 
         answer = await self._store.transact(reclaim, execution_id=parsed)
-        self._store.wakeups.lost([_lost(held) for held in reclaimed])
+        self._store.wakeups.lost([_lost(locked) for locked in reclaimed])
         return await self._at_reclaim_limit(*answer) if isinstance(answer, tuple) else answer
 
-    async def _end(self, transaction: Transaction, held: HeldWithGrant) -> Ended:
+    async def _end(self, transaction: Transaction, locked: LockedWithGrant) -> Ended:
         """End a locked execution at its reclaim limit, and delete its grant."""
-        lease_end = LeaseEnd(held.id, Move.RECLAIM_LIMIT, reason=MAX_RECLAIMS_EXCEEDED, lost_epoch=held.lease_epoch)
+        lease_end = LeaseEnd(locked.id, Move.RECLAIM_LIMIT, reason=MAX_RECLAIMS_EXCEEDED, lost_epoch=locked.lease_epoch)
         return lease_end, await self._lease_ends.within(transaction, [lease_end])
 
     async def _at_reclaim_limit(self, cap: int, ended: Ended) -> ReclaimCapExceeded:
@@ -172,9 +172,9 @@ class Reclaim:
         return ReclaimCapExceeded(execution_id=lease_end.execution_id, reclaim_count=cap)
 
 
-def _lost(held: HeldWithGrant) -> LostLease:
-    return LostLease(held.id, held.lease_epoch, LostReason.RECLAIMED)
+def _lost(locked: LockedWithGrant) -> LostLease:
+    return LostLease(locked.id, locked.lease_epoch, LostReason.RECLAIMED)
 
 
-def _state_of(held: HeldWithGrant) -> str:
-    return f"{held.lifecycle_phase}, {held.ownership_state}"
+def _state_of(locked: LockedWithGrant) -> str:
+    return f"{locked.lifecycle_phase}, {locked.ownership_state}"

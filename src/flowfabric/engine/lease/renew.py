@@ -6,7 +6,7 @@ from uuid import UUID
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.row import GivenFence, hold, usable, verdict_of
+from flowfabric.engine.core.row import GivenFence, check_lease_handle, lock_execution, verdict_of
 from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
@@ -34,7 +34,7 @@ class Renewals:
 
     async def renew(self, handle: Handle) -> Renewed:
         """Extend a lease by the duration in its handle."""
-        return await self._store.answer(self._batch.put(usable(handle)))
+        return await self._store.answer(self._batch.put(check_lease_handle(handle)))
 
     async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
         """Extend up to a thousand leases in one statement, each with its own verdict."""
@@ -43,7 +43,7 @@ class Renewals:
         refused: dict[int, EngineError] = {}
         for at, handle in enumerate(handles):
             try:
-                good.append(usable(handle))
+                good.append(check_lease_handle(handle))
             except EngineError as refusal:
                 refused[at] = refusal
         answers = iter(await self._store.answers(self._batch.run(good)) if good else ())
@@ -69,7 +69,7 @@ class Renewals:
         check_range(lease_history_grace_ms, "lease_history_grace_ms", 0, MAX_LEASE_TTL_MS)
 
         async def renew(transaction: Transaction) -> tuple[Fence, Record]:
-            fence = given.against(await hold(transaction, parsed))
+            fence = given.against(await lock_execution(transaction, parsed))
             (row,) = await transaction.fetch(
                 SQL.renew_leases,
                 partition_keys=[partition],
@@ -93,7 +93,7 @@ class Renewals:
 
     async def progress(self, handle: Handle, *, percent: int | None = None, message: str | None = None) -> None:
         """Store the progress of a run; an argument that is None keeps its stored value."""
-        handle = usable(handle)
+        handle = check_lease_handle(handle)
         if percent is not None:
             check_range(percent, "percent", 0, 255)
         if message is not None:
@@ -101,7 +101,7 @@ class Renewals:
         partition, uuid = split_execution_id(handle.execution_id)
 
         async def write(transaction: Transaction) -> Record:
-            await hold(transaction, handle.execution_id)
+            await lock_execution(transaction, handle.execution_id)
             (row,) = await transaction.fetch(
                 SQL.set_progress,
                 partition_key=partition,
@@ -131,7 +131,7 @@ class Renewals:
 
     async def _renew_alone(self, handle: Handle) -> Renewed:
         async def renew(transaction: Transaction) -> list[Record]:
-            await hold(transaction, handle.execution_id)
+            await lock_execution(transaction, handle.execution_id)
             return await transaction.fetch(SQL.renew_leases, **self._columns([handle], waits=True))
 
         rows = await self._store.transact(renew, execution_id=handle.execution_id)

@@ -1,4 +1,4 @@
-"""Closing of the suspension and the waitpoints of executions that end."""
+"""Close the suspension and the waitpoints of an execution when it ends."""
 
 from collections.abc import Sequence
 

@@ -9,7 +9,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault, fault_of
 from flowfabric.db.statements import full_columns, statements_beside
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.core.row import hold
+from flowfabric.engine.core.row import lock_execution
 from flowfabric.engine.store import Store, error_of
 from flowfabric.engine.wait.resume import SATISFIED, Resumes
 from flowfabric.engine.wait.signal_batch import (
@@ -279,22 +279,22 @@ class Signals:
 
         async def deliver(transaction: Transaction) -> _Outcome:
             try:
-                return await deliver_held(transaction)
+                return await deliver_locked(transaction)
             except Exception as fault:
                 if (known := fault_of(fault)) is None or known.kind != "contention":
                     raise
                 raise _LockedElsewhere from fault
 
-        async def deliver_held(transaction: Transaction) -> _Outcome:
+        async def deliver_locked(transaction: Transaction) -> _Outcome:
             found = await transaction.fetch(
                 SQL.lock_targets,
                 partition_keys=[batch.key[0] for batch in batches],
                 execution_ids=[batch.key[1] for batch in batches],
             )
-            held = [
+            deliverable = [
                 (batch, row["phase"]) for batch, row in zip(batches, found, strict=True) if row["phase"] is not None
             ]
-            outcome = await self._deliver(transaction, held) if held else _Outcome()
+            outcome = await self._deliver(transaction, deliverable) if deliverable else _Outcome()
             delivered = iter(outcome.answers)
             answers[:] = [
                 next(delivered)
@@ -345,8 +345,8 @@ class Signals:
         self._close(batch)
 
         async def deliver(transaction: Transaction) -> _Outcome:
-            held = await hold(transaction, batch.execution_id)
-            return await self._deliver(transaction, [(batch, held.lifecycle_phase)])
+            locked = await lock_execution(transaction, batch.execution_id)
+            return await self._deliver(transaction, [(batch, locked.lifecycle_phase)])
 
         try:
             outcome = await self._store.transact(deliver, execution_id=batch.execution_id)
@@ -368,13 +368,13 @@ class Signals:
         if self._open.get(batch.execution_id) is batch:
             del self._open[batch.execution_id]
 
-    async def _deliver(self, transaction: Transaction, held: Sequence[tuple[SignalBatch, str]]) -> "_Outcome":
+    async def _deliver(self, transaction: Transaction, locked: Sequence[tuple[SignalBatch, str]]) -> "_Outcome":
         """Deliver to executions that the transaction has locked, given with their phases."""
-        rows = await transaction.fetch(SQL.read_deliveries, **delivery_columns([batch for batch, _ in held]))
+        rows = await transaction.fetch(SQL.read_deliveries, **delivery_columns([batch for batch, _ in locked]))
         keys = self._keys.ring(key_rows(rows[0]))
         targets: list[DeliveryTarget] = []
         found: list[tuple[Record, Waitpoint | EngineError]] = []
-        for batch, phase in held:
+        for batch, phase in locked:
             batch_rows = rows[len(found) : len(found) + len(batch.signals)]
             target = target_of(batch, phase, batch_rows)
             authenticated = [target.authenticate(signal, keys) for signal in batch.signals]
@@ -390,13 +390,13 @@ class Signals:
                 target.accept(signal, waitpoint, row["earlier_id"]) if isinstance(waitpoint, Waitpoint) else waitpoint
                 for signal, (row, waitpoint) in zip(batch.signals, next_found, strict=False)
             ]
-            for target, (batch, _) in zip(targets, held, strict=True)
+            for target, (batch, _) in zip(targets, locked, strict=True)
         ]
         if any(each.recorded for each in targets):
             await transaction.fetch(SQL.insert_deliveries, now=rows[0]["now"], **write_columns(targets))
         if overflow := overflow_columns(targets):
             await transaction.fetch(SQL.take_overflow, **overflow)
-        resumes = [resume_of(each) for each in targets if each.closer is not None]
+        resumes = [resume_of(each) for each in targets if each.closing_signal is not None]
         return _Outcome(
             answers=answers,
             resumed=await self._resumes.within(transaction, resumes, SATISFIED) if resumes else [],

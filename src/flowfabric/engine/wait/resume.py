@@ -7,10 +7,10 @@ import msgspec
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import array_text, short_columns, statements_beside
-from flowfabric.engine.core.row import hold
+from flowfabric.engine.core.row import lock_execution
 from flowfabric.engine.core.transition import RESUME_DELAYED, RESUMED, RESUMED_PARAMETERS
 from flowfabric.engine.store import Store
-from flowfabric.model.condition import check_word
+from flowfabric.model.condition import check_enum
 from flowfabric.model.errors import error
 from flowfabric.model.event import CompletionOutcome, EventKind
 from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, parse_execution_id, row_key, split_execution_id
@@ -30,7 +30,7 @@ _COLUMNS = (
     "to_eligibilities",
     "to_blockings",
     "satisfiers",
-    "closers",
+    "closing_signals",
     "closing_waitpoints",
     "accepted",
     "matched",
@@ -41,7 +41,7 @@ _COLUMNS = (
 class Resume:
     """One execution to resume, with the resume delay and the signals that satisfied its condition.
 
-    If a signal satisfied the condition, `satisfiers` and `closer_id` are appended to the stored satisfiers, and
+    If a signal satisfied the condition, `satisfiers` and `closing_signal_id` are appended to the stored satisfiers, and
     `accepted` and `matched` are added to the signal counts of `closing_waitpoint_id`.
     """
 
@@ -49,7 +49,7 @@ class Resume:
     delay_ms: int = 0
     delay_detail: str = ""
     satisfiers: Sequence[SignalId] = ()
-    closer_id: SignalId | None = None
+    closing_signal_id: SignalId | None = None
     closing_waitpoint_id: WaitpointId | None = None
     accepted: int = 0
     matched: int = 0
@@ -83,7 +83,7 @@ def _row(resume: Resume) -> tuple[object, ...]:
         target.eligibility,
         target.blocking,
         array_text(resume.satisfiers),
-        resume.closer_id,
+        resume.closing_signal_id,
         resume.closing_waitpoint_id,
         resume.accepted,
         resume.matched,
@@ -106,7 +106,7 @@ class Resumes:
         """Resume a suspended execution even if its condition is not satisfied."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
-        trigger = check_word(ResumeTrigger, trigger_type, "trigger_type")
+        trigger = check_enum(ResumeTrigger, trigger_type, "trigger_type")
         check_range(resume_delay_ms, "resume_delay_ms", 0, MAX_MS)
         resume = Resume(execution_id=parsed, delay_ms=resume_delay_ms, delay_detail=f"resume delay {resume_delay_ms}ms")
         cause = ResumeCause(
@@ -116,8 +116,8 @@ class Resumes:
         )
 
         async def apply(transaction: Transaction) -> list[Record]:
-            held = await hold(transaction, parsed)
-            is_suspended = held.lifecycle_phase == LifecyclePhase.SUSPENDED
+            locked = await lock_execution(transaction, parsed)
+            is_suspended = locked.lifecycle_phase == LifecyclePhase.SUSPENDED
             rows = await transaction.fetch(SQL.read_is_waiting, partition_key=partition, execution_id=uuid)
             if not is_suspended or not any(row["is_open"] for row in rows):
                 raise error("execution_not_suspended")
@@ -129,7 +129,7 @@ class Resumes:
     async def within(self, transaction: Transaction, resumes: Sequence[Resume], cause: ResumeCause) -> list[Record]:
         """Resume suspended executions that the transaction has locked; call `after_commit` after the commit."""
         rows = await transaction.fetch(
-            SQL.resume_held,
+            SQL.resume_locked,
             **short_columns(_COLUMNS, [_row(resume) for resume in resumes]),
             close_reason=cause.close_reason,
             is_satisfied=cause.is_satisfied,

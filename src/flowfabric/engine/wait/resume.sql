@@ -8,7 +8,7 @@ select s.closed_at is null as is_open
         limit 1) s
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
--- name: resume_held
+-- name: resume_locked
 -- Makes suspended executions that the transaction has locked runnable, now or after a delay, and closes their suspensions
 -- and waitpoints. The waitpoint of the satisfying signal counts the signals it accepted. Writes an event if :kind is given.
 -- Returns, for each delay and queue, the number of resumed executions and the first place. A column whose values are all
@@ -23,14 +23,14 @@ item as materialized (
          coalesce(to_eligibility, (:to_eligibilities)[1]) as to_eligibility,
          coalesce(to_blocking, (:to_blockings)[1]) as to_blocking,
          coalesce(satisfiers, (:satisfiers)[1])::uuid[] as satisfiers,
-         case cardinality(:closers) when 1 then (:closers)[1] else closer_id end as closer_id,
+         case cardinality(:closing_signals) when 1 then (:closing_signals)[1] else closing_signal_id end as closing_signal_id,
          case cardinality(:closing_waitpoints) when 1 then (:closing_waitpoints)[1] else closing_waitpoint_id end as closing_waitpoint_id,
          coalesce(accepted, (:accepted)[1]) as accepted, coalesce(matched, (:matched)[1]) as matched
     from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :delays_ms::bigint[], :blocking_details::text[],
                 :to_eligibilities::eligibility_state[], :to_blockings::blocking_reason[], :satisfiers::text[],
-                :closers::uuid[], :closing_waitpoints::uuid[], :accepted::int[], :matched::int[])
+                :closing_signals::uuid[], :closing_waitpoints::uuid[], :accepted::int[], :matched::int[])
          as i(partition_key, execution_id, delay_ms, blocking_detail, to_eligibility, to_blocking, satisfiers,
-              closer_id, closing_waitpoint_id, accepted, matched)
+              closing_signal_id, closing_waitpoint_id, accepted, matched)
 ),
 held as materialized (
   select i.*, c.now, e.*, i.to_eligibility = 'eligible_now' as is_ready, s.waitpoint_ids
@@ -83,7 +83,7 @@ untimed as (
 closed as (
   update suspension s
      set closed_at = h.now, close_reason = :close_reason,
-         satisfier_ids = case when :is_satisfied::boolean then s.satisfier_ids || h.satisfiers || h.closer_id else h.satisfiers end,
+         satisfier_ids = case when :is_satisfied::boolean then s.satisfier_ids || h.satisfiers || h.closing_signal_id else h.satisfiers end,
          satisfied_at = case when :is_satisfied then h.now end,
          last_signal_at = case when :is_satisfied then h.now else s.last_signal_at end
     from held h

@@ -204,14 +204,14 @@ def write_columns(targets: Sequence[DeliveryTarget]) -> Mapping[str, object]:
             if signal.dedup_key is not None:
                 expiry = target.now + signal.dedup_ttl_ms
                 keyed.append((partition, signal.waitpoint_id, signal.dedup_key, signal.id, expiry))
-        wait, counts, closer = target.wait, target.counts, target.closer
-        # resume_held writes a satisfied suspension and the waitpoint of the signal that satisfied it.
-        if closer is None and wait is not None and not counts.keys().isdisjoint(wait.waitpoint_ids):
+        wait, counts, closing_signal = target.wait, target.counts, target.closing_signal
+        # resume_locked writes a satisfied suspension and the waitpoint of the signal that satisfied it.
+        if closing_signal is None and wait is not None and not counts.keys().isdisjoint(wait.waitpoint_ids):
             waiting.append((partition, uuid, wait.suspension_id, array_text(wait.satisfiers)))
         counted += [
             (partition, waitpoint_id, *count)
             for waitpoint_id, count in counts.items()
-            if closer is None or waitpoint_id != closer.waitpoint_id
+            if closing_signal is None or waitpoint_id != closing_signal.waitpoint_id
         ]
     return {
         **(short_columns(_SIGNAL_COLUMNS, signals) if signals else full_columns(_SIGNAL_COLUMNS, [])),
@@ -249,18 +249,18 @@ def _counted(waitpoint: Waitpoint, wait: Wait | None) -> int:
 
 def resume_of(target: DeliveryTarget) -> Resume:
     """The resume of an execution whose condition a signal has satisfied."""
-    closer, wait = target.closer, target.wait
-    assert closer is not None, "a signal satisfied the condition"
+    closing_signal, wait = target.closing_signal, target.wait
+    assert closing_signal is not None, "a signal satisfied the condition"
     assert wait is not None, "a signal satisfied the condition"
     delay_ms = target.delay_ms
-    accepted, matched = target.counts[closer.waitpoint_id]
+    accepted, matched = target.counts[closing_signal.waitpoint_id]
     return Resume(
         execution_id=target.execution_id,
         delay_ms=delay_ms,
-        delay_detail=f"resume delay {delay_ms}ms after signal {closer.signal_name}" if delay_ms else "",
+        delay_detail=f"resume delay {delay_ms}ms after signal {closing_signal.signal_name}" if delay_ms else "",
         satisfiers=wait.satisfiers[:-1],
-        closer_id=closer.signal_id,
-        closing_waitpoint_id=closer.waitpoint_id,
+        closing_signal_id=closing_signal.signal_id,
+        closing_waitpoint_id=closing_signal.waitpoint_id,
         accepted=accepted,
         matched=matched,
     )

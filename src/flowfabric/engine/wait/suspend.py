@@ -12,7 +12,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import array_text, full_columns, statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.core.row import GivenFence, HeldRun, Verdict, hold_all, judge, read_runs
+from flowfabric.engine.core.row import GivenFence, LockedRun, Verdict, check_fence, lock_executions, read_runs
 from flowfabric.engine.core.transition import Move
 from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.engine.store import Store
@@ -28,8 +28,8 @@ from flowfabric.model.ids import (
     LaneId,
     LeaseId,
     WorkerInstanceId,
+    check_storable,
     parse_execution_id,
-    row_key,
 )
 from flowfabric.model.policy import read_stored_policy
 from flowfabric.model.resume import resume_policy_json
@@ -41,11 +41,11 @@ from flowfabric.model.suspension import (
     SuspendDetails,
     Suspended,
     blocking_reason_of,
-    check_deadline,
     check_pending,
     check_suspend,
-    deadline_of,
+    check_timeout_at,
     replay_window_ms,
+    resolve_timeout,
 )
 from flowfabric.model.text import shown
 from flowfabric.model.token import WaitpointToken, sign_token
@@ -55,7 +55,7 @@ SQL = statements_beside(__file__)
 
 Triple: TypeAlias = tuple[UUID | str | None, int | None, UUID | str | None]
 
-_NO_SIGNALS = Evaluation(satisfied=False, satisfiers=(), closer=None, dispositions=())
+_NO_SIGNALS = Evaluation(satisfied=False, satisfiers=(), closing_signal=None, dispositions=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Request:
 class _Wait:
     """A suspend that passed its checks: its waitpoints, its timeout and the evaluation of earlier signals."""
 
-    held: HeldRun
+    locked: LockedRun
     args: SuspendArgs
     kid: str
     details: SuspendDetails
@@ -84,7 +84,7 @@ class _Wait:
 
     @property
     def satisfied_at(self) -> int | None:
-        return self.held.now if self.evaluation.satisfied else None
+        return self.locked.now if self.evaluation.satisfied else None
 
     @property
     def close_reason(self) -> str | None:
@@ -130,7 +130,7 @@ class Suspend:
         await self._batch.drain()
 
     async def _suspend(self, request: _Request) -> SuspendOutcome:
-        row_key(request.execution_id)
+        check_storable(request.execution_id)
         if any(isinstance(binding, UsePending) for binding in request.args.waitpoints):
             # Its buffered signals must be read and evaluated, so it runs in its own transaction.
             return await self._suspend_alone(request)
@@ -138,9 +138,11 @@ class Suspend:
 
     async def _suspend_together(self, requests: Sequence[_Request]) -> Sequence[SuspendOutcome | Locked | Exception]:
         async def suspend(transaction: Transaction) -> "tuple[list[_Answer | Locked], _Released]":
-            began, rows = await hold_all(transaction, [request.execution_id for request in requests], waits=False)
-            held = [request for request, row in zip(requests, rows, strict=True) if row is not None]
-            given, released = await self._suspend_held(transaction, held, began)
+            began, rows = await lock_executions(
+                transaction, [request.execution_id for request in requests], waits=False
+            )
+            locked = [request for request, row in zip(requests, rows, strict=True) if row is not None]
+            given, released = await self._suspend_locked(transaction, locked, began)
             answers = iter(given)
             return [LOCKED if row is None else next(answers) for row in rows], released
 
@@ -151,11 +153,11 @@ class Suspend:
 
     async def _suspend_alone(self, request: _Request) -> SuspendOutcome:
         async def suspend(transaction: Transaction) -> "tuple[list[_Answer], _Released]":
-            began, (held,) = await hold_all(transaction, [request.execution_id])
-            check_deadline(request.args.timeout_at, began)
-            if held is None:
+            began, (locked,) = await lock_executions(transaction, [request.execution_id])
+            check_timeout_at(request.args.timeout_at, began)
+            if locked is None:
                 raise error("execution_not_found")
-            return await self._suspend_held(transaction, [request], began)
+            return await self._suspend_locked(transaction, [request], began)
 
         answers, released = await self._store.transact(suspend, execution_id=request.execution_id)
         await self._after_commit([request], answers, released)
@@ -164,7 +166,7 @@ class Suspend:
             raise answer
         return answer
 
-    async def _suspend_held(
+    async def _suspend_locked(
         self, transaction: Transaction, requests: Sequence[_Request], began: int
     ) -> "tuple[list[_Answer], _Released]":
         """Suspend runs whose executions the transaction has locked; a refused request changes nothing."""
@@ -174,11 +176,11 @@ class Suspend:
             transaction, [(request.execution_id, request.args.idempotency_key) for request in requests]
         )
         checked: list[_Wait | _Answer] = []
-        for request, held in zip(requests, runs, strict=True):
+        for request, locked in zip(requests, runs, strict=True):
             try:
-                check_deadline(request.args.timeout_at, began)
-                stored = read_stored_outcome(held.outcome, held.outcome_attempt_index)
-                checked.append(stored or await self._check(transaction, request, held))
+                check_timeout_at(request.args.timeout_at, began)
+                stored = read_stored_outcome(locked.outcome, locked.outcome_attempt_index)
+                checked.append(stored or await self._check(transaction, request, locked))
             except EngineError as refused:
                 checked.append(refused)
         waits = [each for each in checked if isinstance(each, _Wait)]
@@ -188,18 +190,18 @@ class Suspend:
             await _insert(transaction, waits)
         return [each.outcome if isinstance(each, _Wait) else each for each in checked], (ends, verdicts)
 
-    async def _check(self, transaction: Transaction, request: _Request, held: HeldRun) -> _Wait:
+    async def _check(self, transaction: Transaction, request: _Request, locked: LockedRun) -> _Wait:
         """Check that a run may suspend, and return its wait."""
         fence = request.fence if isinstance(request.fence, Handle) else _read_fence(request.fence)
-        if held.attempt_count < 1:
+        if locked.attempt_count < 1:
             raise error("attempt_not_found")
-        judge(held, fence)
-        handle = fence if isinstance(fence, Handle) else _handle_of(request.execution_id, fence, held)
-        if handle.attempt_index != held.attempt_index:
+        check_fence(locked, fence)
+        handle = fence if isinstance(fence, Handle) else _handle_of(request.execution_id, fence, locked)
+        if handle.attempt_index != locked.attempt_index:
             raise error("invalid_lease_for_suspend")
-        if held.has_open_suspension:
+        if locked.has_open_suspension:
             raise error("already_suspended")
-        key = await self._keys.signing(transaction, held.signing_kid, held.signing_since)
+        key = await self._keys.signing(transaction, locked.signing_kid, locked.signing_since)
         bound: list[AdditionalWaitpoint] = []
         pending: UsePending | None = None
         buffered: Sequence[Record] = ()
@@ -210,10 +212,10 @@ class Suspend:
                 token = sign_token(key, request.execution_id, binding.waitpoint_id)
             else:
                 pending = binding
-                token, waitpoint_key = await _read_pending(transaction, held, binding)
+                token, waitpoint_key = await _read_pending(transaction, locked, binding)
                 check_pending(request.args.resume_condition, waitpoint_key)
                 buffered = await transaction.fetch(
-                    SQL.list_buffered, partition_key=held.partition_key, waitpoint_id=binding.waitpoint_id
+                    SQL.list_buffered_signals, partition_key=locked.partition_key, waitpoint_id=binding.waitpoint_id
                 )
                 evaluation = evaluate(request.args.resume_condition, map(facts_of, buffered))
             bound.append(
@@ -221,13 +223,13 @@ class Suspend:
                     waitpoint_id=binding.waitpoint_id, waitpoint_key=waitpoint_key, waitpoint_token=token
                 )
             )
-        details = _details(request.args, held.attempt_index, bound)
-        policy = read_stored_policy(held.policy)
-        timeout_at, behavior = deadline_of(
-            request.args, policy.suspension_policy if policy is not None else None, held.now
+        details = _details(request.args, locked.attempt_index, bound)
+        policy = read_stored_policy(locked.policy)
+        timeout_at, behavior = resolve_timeout(
+            request.args, policy.suspension_policy if policy is not None else None, locked.now
         )
         return _Wait(
-            held=held,
+            locked=locked,
             args=request.args,
             kid=key.kid,
             details=details,
@@ -258,16 +260,16 @@ _Answer: TypeAlias = SuspendOutcome | EngineError
 _Released: TypeAlias = tuple[list[LeaseEnd], list[Verdict | Locked]]
 
 
-async def _read_pending(transaction: Transaction, held: HeldRun, binding: UsePending) -> tuple[WaitpointToken, str]:
+async def _read_pending(transaction: Transaction, locked: LockedRun, binding: UsePending) -> tuple[WaitpointToken, str]:
     """Return the token and the key of a pending waitpoint, which must belong to this attempt and not be expired."""
-    row = await read_waitpoint(transaction, held.partition_key, binding.waitpoint_id)
+    row = await read_waitpoint(transaction, locked.partition_key, binding.waitpoint_id)
     if row is None:
         raise error("waitpoint_not_found")
     if row["state"] != WaitpointState.PENDING:
         raise error("waitpoint_not_pending")
-    if row["execution_id"] != held.execution_id or row["attempt_index"] != held.attempt_index:
+    if row["execution_id"] != locked.execution_id or row["attempt_index"] != locked.attempt_index:
         raise error("invalid_waitpoint_for_execution")
-    if row["expires_at"] is not None and row["expires_at"] <= held.now:
+    if row["expires_at"] is not None and row["expires_at"] <= locked.now:
         raise error("pending_waitpoint_expired")
     if not row["token"]:
         raise error("waitpoint_not_token_bound")
@@ -334,19 +336,19 @@ async def _insert(transaction: Transaction, waits: Sequence[_Wait]) -> None:
     fresh = [row for wait in waits for row in _waitpoint_rows(wait)]
     outcomes = [
         (
-            wait.held.partition_key,
-            wait.held.execution_id,
+            wait.locked.partition_key,
+            wait.locked.execution_id,
             wait.args.idempotency_key,
-            wait.held.attempt_index,
+            wait.locked.attempt_index,
             outcome_json(wait.outcome),
-            wait.held.now + replay_window_ms(wait.timeout_at, wait.held.now),
+            wait.locked.now + replay_window_ms(wait.timeout_at, wait.locked.now),
         )
         for wait in waits
         if wait.args.idempotency_key is not None
     ]
     (stored,) = await transaction.fetch(
         SQL.insert_suspensions,
-        now=waits[0].held.now,
+        now=waits[0].locked.now,
         **full_columns(_SUSPENSION_COLUMNS, [_suspension_row(wait) for wait in waits]),
         **full_columns(_FRESH_COLUMNS, fresh),
         **full_columns(_OUTCOME_COLUMNS, outcomes),
@@ -360,13 +362,13 @@ async def _insert(transaction: Transaction, waits: Sequence[_Wait]) -> None:
 
 async def _activate(transaction: Transaction, wait: _Wait, pending: UsePending) -> None:
     activated = await transaction.fetch(
-        SQL.set_activated,
-        partition_key=wait.held.partition_key,
-        execution_id=wait.held.execution_id,
+        SQL.activate_waitpoint,
+        partition_key=wait.locked.partition_key,
+        execution_id=wait.locked.execution_id,
         waitpoint_id=pending.waitpoint_id,
         suspension_id=wait.args.suspension_id,
         required_signal_names=list(required_signal_names(wait.args.resume_condition, wait.details.waitpoint_key)),
-        now=wait.held.now,
+        now=wait.locked.now,
         timeout_at=wait.timeout_at,
         matched_signal_count=sum(each.is_matched for each in wait.evaluation.dispositions),
         satisfied_at=wait.satisfied_at,
@@ -377,15 +379,15 @@ async def _activate(transaction: Transaction, wait: _Wait, pending: UsePending) 
 
 
 def _suspension_row(wait: _Wait) -> tuple[object, ...]:
-    held, args = wait.held, wait.args
+    locked, args = wait.locked, wait.args
     return (
-        held.partition_key,
-        held.execution_id,
+        locked.partition_key,
+        locked.execution_id,
         args.suspension_id,
-        held.attempt_index,
+        locked.attempt_index,
         array_text(binding.waitpoint_id for binding in args.waitpoints),
-        held.namespace_no,
-        held.lane_no,
+        locked.namespace_no,
+        locked.lane_no,
         args.reason_code,
         args.requested_by,
         wait.timeout_at,
@@ -405,10 +407,10 @@ def _waitpoint_rows(wait: _Wait) -> list[tuple[object, ...]]:
     tokens = [first, *(each.waitpoint_token for each in wait.details.additional_waitpoints)]
     return [
         (
-            wait.held.partition_key,
+            wait.locked.partition_key,
             binding.waitpoint_id,
-            wait.held.execution_id,
-            wait.held.attempt_index,
+            wait.locked.execution_id,
+            wait.locked.attempt_index,
             wait.args.suspension_id,
             binding.waitpoint_key,
             wait.kid,
@@ -445,17 +447,17 @@ def _read_fence(triple: Triple) -> Fence:
     return fence
 
 
-def _handle_of(execution_id: ExecutionId, fence: Fence, held: HeldRun) -> Handle:
+def _handle_of(execution_id: ExecutionId, fence: Fence, locked: LockedRun) -> Handle:
     """The handle of a run, rebuilt from its fence and its row as its claim returned it."""
     return Handle(
         kind=HandleKind.FRESH,
         execution_id=execution_id,
-        attempt_index=held.attempt_index,
+        attempt_index=locked.attempt_index,
         attempt_id=AttemptId(fence.attempt_id),
         lease_id=LeaseId(fence.lease_id),
         lease_epoch=fence.lease_epoch,
         # A row without a lease has no TTL; 1 is the smallest value that a handle can decode.
-        lease_ttl_ms=held.lease_ttl_ms or 1,
-        lane_id=LaneId(held.lane_id),
-        worker_instance_id=WorkerInstanceId(held.worker_instance_id or ""),
+        lease_ttl_ms=locked.lease_ttl_ms or 1,
+        lane_id=LaneId(locked.lane_id),
+        worker_instance_id=WorkerInstanceId(locked.worker_instance_id or ""),
     )

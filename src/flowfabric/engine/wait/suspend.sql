@@ -1,5 +1,5 @@
--- name: list_buffered
--- The signals that a waitpoint has stored, in the order they were accepted.
+-- name: list_buffered_signals
+-- The signals that were sent to a waitpoint before the suspend, in the order they were accepted.
 select signal_id, signal_name, waitpoint_key, source_type, source_identity, accepted_at
   from signal
  where partition_key = :partition_key and waitpoint_id = :waitpoint_id
@@ -8,7 +8,8 @@ select signal_id, signal_name, waitpoint_key, source_type, source_identity, acce
 -- name: insert_suspensions
 -- Inserts the suspensions of executions that the transaction has locked, their new waitpoints, and their outcomes under
 -- their idempotency keys, if any. Returns how many waitpoints were inserted: ids in use are skipped. A suspension replaces
--- an earlier one of the same execution with the same id.
+-- an earlier one of the same execution with the same id; one with a satisfied_at is inserted closed. Arrays of ids are passed
+-- as text, because unnest would flatten an array of arrays.
 with stored as (
   insert into suspension (partition_key, execution_id, suspension_id, attempt_index, waitpoint_ids, namespace_no, lane_no,
                           reason_code, requested_by, suspended_at, timeout_at, timeout_behavior, condition, resume_policy,
@@ -60,7 +61,7 @@ outcomes as (
 )
 select count(*) as inserted from inserted;
 
--- name: set_activated
+-- name: activate_waitpoint
 -- Binds a pending waitpoint and its stored signals to a suspension. If the signals satisfy the condition already, the
 -- waitpoint is closed and the suspension becomes the latest of its execution. Returns no row if the waitpoint is not pending.
 with bound as (

@@ -9,7 +9,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
-from flowfabric.engine.core.row import Verdict, hold_if_exists
+from flowfabric.engine.core.row import Verdict, lock_execution_if_exists
 from flowfabric.engine.core.transition import ESCALATED, SUSPENSION_TIMEOUTS
 from flowfabric.engine.store import Store
 from flowfabric.engine.wait.resume import TIMED_OUT, Resume, Resumes
@@ -18,9 +18,9 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import (
     ExecutionId,
     SignalId,
+    check_storable,
     format_execution_id,
     parse_execution_id,
-    row_key,
     split_execution_id,
     uuid7,
 )
@@ -75,13 +75,13 @@ class SuspensionTimeouts:
     async def expire_suspension(self, execution_id: ExecutionId | str) -> SuspensionExpired | AlreadySatisfied:
         """Apply the timeout behavior of a suspension if it is due."""
         parsed = parse_execution_id(execution_id)
-        row_key(parsed)
+        check_storable(parsed)
 
         async def expire(transaction: Transaction) -> _Applied | AlreadySatisfied:
-            held = await hold_if_exists(transaction, parsed)
-            if held is None:
+            locked = await lock_execution_if_exists(transaction, parsed)
+            if locked is None:
                 return AlreadySatisfied(reason="not_found_cleaned")
-            if held.lifecycle_phase != LifecyclePhase.SUSPENDED:
+            if locked.lifecycle_phase != LifecyclePhase.SUSPENDED:
                 return AlreadySatisfied(reason="not_suspended_cleaned")
             rows = await self._suspensions(transaction, [parsed])
             if not rows:
@@ -176,7 +176,7 @@ class SuspensionTimeouts:
         escalated = [each.execution_id for each in due if each.behavior is TimeoutBehavior.ESCALATE]
         if escalated:
             reason = SuspensionReason.WAITING_FOR_OPERATOR_REVIEW
-            await transaction.fetch(SQL.escalate_held, **_id_columns(escalated), reason_code=reason, **ESCALATED)
+            await transaction.fetch(SQL.escalate_locked, **_id_columns(escalated), reason_code=reason, **ESCALATED)
         return applied
 
     async def _resume(self, transaction: Transaction, due: Sequence[_TimedOut]) -> list[Record]:

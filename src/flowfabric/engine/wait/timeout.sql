@@ -38,7 +38,7 @@ select i.partition_key, i.execution_id, i.signal_id, i.suspension_id, :waitpoint
   from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :signal_ids::uuid[], :suspension_ids::uuid[])
        as i(partition_key, execution_id, signal_id, suspension_id);
 
--- name: escalate_held
+-- name: escalate_locked
 -- Escalates suspended executions that the transaction has locked to an operator: they and their waitpoints stay open, with
 -- no deadline.
 with clock as materialized (select ff_now() as now),

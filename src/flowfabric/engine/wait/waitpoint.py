@@ -10,7 +10,7 @@ import msgspec
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.core.row import hold, judge, read_runs, usable
+from flowfabric.engine.core.row import check_fence, check_lease_handle, lock_execution, read_runs
 from flowfabric.engine.core.stored import literal
 from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.engine.store import Store
@@ -69,35 +69,35 @@ class Waitpoints:
 
         With a `waitpoint_id` the call is idempotent: a repeat returns the same waitpoint.
         """
-        handle = usable(handle)
+        handle = check_lease_handle(handle)
         check_text(waitpoint_key, "waitpoint_key")
         check_range(expires_in_ms, "expires_in_ms", 0, MAX_TIME)
         new_id = WaitpointId(uuid7() if waitpoint_id is None else parse_uuid(waitpoint_id, "waitpoint_id"))
 
         async def create(transaction: Transaction) -> PendingWaitpoint:
-            await hold(transaction, handle.execution_id)
-            (held,) = await read_runs(transaction, [(handle.execution_id, None)])
-            judge(held, handle)
-            key = await self._keys.signing(transaction, held.signing_kid, held.signing_since)
+            await lock_execution(transaction, handle.execution_id)
+            (locked,) = await read_runs(transaction, [(handle.execution_id, None)])
+            check_fence(locked, handle)
+            key = await self._keys.signing(transaction, locked.signing_kid, locked.signing_since)
             token = sign_token(key, handle.execution_id, new_id)
             inserted = await transaction.fetch(
                 SQL.insert_pending,
-                partition_key=held.partition_key,
+                partition_key=locked.partition_key,
                 waitpoint_id=new_id,
-                execution_id=held.execution_id,
-                attempt_index=held.attempt_index,
+                execution_id=locked.execution_id,
+                attempt_index=locked.attempt_index,
                 waitpoint_key=waitpoint_key,
                 token_kid=key.kid,
                 token=token.reveal(),
-                now=held.now,
-                expires_at=min(held.now + expires_in_ms, MAX_TIME),
+                now=locked.now,
+                expires_at=min(locked.now + expires_in_ms, MAX_TIME),
             )
             if not inserted:
                 # A caller that passed the id repeats its call.
                 found = waitpoint_id and await transaction.fetch(
                     SQL.read_token,
-                    partition_key=held.partition_key,
-                    execution_id=held.execution_id,
+                    partition_key=locked.partition_key,
+                    execution_id=locked.execution_id,
                     waitpoint_id=new_id,
                 )
                 if not found or not found[0]["token"]:
@@ -122,7 +122,7 @@ class Waitpoints:
         check_text(reason, "reason")
 
         async def close(transaction: Transaction) -> Closed | AlreadyClosed:
-            await hold(transaction, parsed)
+            await lock_execution(transaction, parsed)
             waitpoint = await read_waitpoint(transaction, partition, parsed_waitpoint_id)
             if waitpoint is None or str(waitpoint["execution_id"]) != uuid:
                 raise error("waitpoint_not_found")
@@ -131,7 +131,7 @@ class Waitpoints:
             if waitpoint["state"] not in _OPEN:
                 raise error("waitpoint_not_open")
             await transaction.fetch(
-                SQL.set_closed, partition_key=partition, waitpoint_id=parsed_waitpoint_id, reason=reason
+                SQL.close_waitpoint, partition_key=partition, waitpoint_id=parsed_waitpoint_id, reason=reason
             )
             return Closed()
 

@@ -5,7 +5,7 @@ values (:partition_key, :waitpoint_id, :execution_id, :attempt_index, :waitpoint
 on conflict do nothing
 returning waitpoint_id;
 
--- name: set_closed
+-- name: close_waitpoint
 -- Closes an open waitpoint whose execution the transaction has locked.
 update waitpoint w set state = 'closed', closed_at = c.now, close_reason = :reason
   from (select ff_now() as now) c
