@@ -169,7 +169,7 @@ def test_everything_of_a_context_is_listed_on_its_page_or_on_that_of_waiting() -
 
 FIGURES = {
     "raw limit": ("raw_insert100", "raw_claim100_complete100"),
-    "**FlowFabric**": ("submit_batch", "worker_end_to_end"),
+    "**FlowFabric**": ("submit_batch_100", "worker_end_to_end"),
     "PgQueuer": ("pgqueuer_submit_batch", "pgqueuer_worker_end_to_end_best"),
     "awa": ("awa_submit_batch", "awa_worker_end_to_end"),
     "Absurd": (None, "absurd_worker_end_to_end"),
@@ -195,6 +195,9 @@ def test_the_figures_of_the_readme_are_those_of_the_benchmark() -> None:
                 wrong.append((beginning, figure, cell, expected))
     assert wrong == []
     assert len(shown) == len(FIGURES)
+    slots, batch = (round(measured[name]["value"], -3) for name in ("worker_default_slots", "submit_batch"))
+    words = " ".join(text.split())
+    assert f"64 slots FlowFabric runs {slots:,.0f}. In batches of 1,000 it accepts {batch:,.0f} a second" in words
     soak = json.loads((ROOT / "bench/soak.json").read_text())["ratios"]["soak_last_tenth/soak_first_tenth"]
-    assert f"takes {measured['submit_to_result']['value']:.1f} ms from `submit`" in " ".join(text.split())
-    assert f"reaches {soak:.2f} of the rate" in " ".join(text.split())
+    assert f"takes {measured['submit_to_result']['value']:.1f} ms from `submit`" in words
+    assert f"reaches {soak:.2f} of the rate" in words

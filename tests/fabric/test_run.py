@@ -358,6 +358,21 @@ async def test_a_signal_under_the_same_id_counts_once_in_a_run(url: str) -> None
         assert await other.result(timeout=60) == [7, 8]
 
 
+async def test_signals_sent_at_once_end_one_wait_each(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def triple(ctx: Context) -> list[int]:
+        return sorted([await ctx.wait_for_signal("n", int) for _ in range(3)])
+
+    async with fabric, Fabric(url) as other, fabric.worker():
+        for _ in range(10):
+            run = await triple.submit()
+            senders = (run, run, other.run(run.id))
+            await asyncio.gather(*(each.signal("n", number) for number, each in enumerate(senders)))
+            assert await run.result(timeout=60) == [0, 1, 2]
+
+
 async def test_a_run_that_has_ended_cannot_be_cancelled(url: str) -> None:
     fabric = Fabric(url)
 

@@ -43,8 +43,19 @@ UNSERVED_SECONDS = 10.0
 """How long a wait for a result lasts before it checks whether any worker can run the execution."""
 STATE_SECONDS = 1.0
 """How long a wait that timed out may take to read the state for its message."""
+_WAIT_IS_OVER = frozenset({"target_not_signalable", "waitpoint_closed"})
 SIGNAL_PAUSE_SECONDS = (0.02, 0.5)
 """The first and the longest pause between two checks whether the run waits for a signal."""
+
+
+_TEXTS = {
+    "attempt_timeout": "its last attempt took longer than its timeout",
+    "execution_deadline": "it did not end before its deadline",
+    "suspension_timeout:fail": "no signal ended its wait in time",
+    "suspension_timeout:cancel": "no signal ended its wait in time",
+    "suspension_timeout:expire": "no signal ended its wait in time",
+}
+"""The reasons that the engine gives for the end of an execution, in words."""
 
 
 class RunError(Exception):
@@ -73,8 +84,8 @@ class RunError(Exception):
             self.add_note(f"In the worker:\n{traceback.rstrip()}")
 
     def __str__(self) -> str:
-        """Return `<execution id> failed: <reason>`."""
-        return f"{self.execution_id} {self.verb}" + (f": {self.reason}" if self.reason else "")
+        """Return `<execution id> failed: <reason>`, with the reasons of the engine in words."""
+        return f"{self.execution_id} {self.verb}" + (f": {_TEXTS.get(self.reason, self.reason)}" if self.reason else "")
 
 
 class RunFailed(RunError):
@@ -92,18 +103,10 @@ class RunCancelled(RunError):
 
 
 class RunExpired(RunError):
-    """A run exceeded its deadline, or the timeout of its last attempt."""
+    """A run exceeded its deadline, the timeout of its last attempt, or the timeout of a wait that expires the run."""
 
     outcome = TerminalOutcome.EXPIRED
     verb = "expired"
-
-    def __str__(self) -> str:
-        """Return `<execution id> expired: <what took too long>`."""
-        texts = {
-            "attempt_timeout": "its last attempt took longer than its timeout",
-            "execution_deadline": "it did not end before its deadline",
-        }
-        return f"{self.execution_id} {self.verb}: {texts.get(self.reason or '', self.reason)}"
 
 
 class RunSkipped(RunError):
@@ -116,6 +119,8 @@ class RunSkipped(RunError):
 _ERRORS: Mapping[TerminalOutcome, type[RunError]] = {
     kind.outcome: kind for kind in (RunFailed, RunCancelled, RunExpired, RunSkipped)
 }
+# Each of these outcomes has a public state of the same name.
+_ERRORS_BY_STATE = {PublicState(outcome): kind for outcome, kind in _ERRORS.items()}
 
 
 class UnreadableResult(InvalidInputError):
@@ -274,10 +279,10 @@ class Run(Generic[Value]):
         except NotFoundError:
             raise self._not_found() from None
         if self._handler is None or not self._is_checked:
-            status = await self._fabric.engine.read_execution_info(self.id)
-            if status is None:
+            info = await self._fabric.engine.read_execution_info(self.id)
+            if info is None:
                 raise self._not_found()
-            kind = status.execution_kind
+            kind = info.execution_kind
             self._check_task(kind)
         else:
             kind = self._handler.name
@@ -338,17 +343,22 @@ class Run(Generic[Value]):
             if target.is_repeat:
                 return
             if target.waitpoint_id is not None:
-                await engine.deliver_signal(
-                    execution_id=self.id,
-                    waitpoint_id=target.waitpoint_id,
-                    waitpoint_token=target.token,
-                    signal_name=name,
-                    source_identity=by,
-                    signal_id=signal_id,
-                    payload=data,
-                    idempotency_key=id,
-                )
-                return
+                try:
+                    await engine.deliver_signal(
+                        execution_id=self.id,
+                        waitpoint_id=target.waitpoint_id,
+                        waitpoint_token=target.token,
+                        signal_name=name,
+                        source_identity=by,
+                        signal_id=signal_id,
+                        payload=data,
+                        idempotency_key=id,
+                    )
+                    return
+                except EngineError as refused:
+                    # Another signal or a timeout has ended that wait; the run may wait for this name again.
+                    if refused.code not in _WAIT_IS_OVER:
+                        raise
             if target.state in ENDED_STATES:
                 raise error("target_not_signalable", f"{self.id} is {target.state} and accepts no more signals")
             if left <= 0:
@@ -425,19 +435,13 @@ def _plain_result(payload: bytes | None) -> object:
 
 
 def _error_of(status: ExecutionStatus) -> RunError | None:
-    match status.public_state:
-        case PublicState.FAILED:
-            kind: type[RunError] = RunFailed
-        case PublicState.CANCELLED:
-            return RunCancelled(status.execution_id, status.cancellation_reason)
-        case PublicState.EXPIRED:
-            kind = RunExpired
-        case PublicState.SKIPPED:
-            return RunSkipped(status.execution_id, None)
-        case _:
-            return None
+    kind = _ERRORS_BY_STATE.get(status.public_state)
+    if kind is None:
+        return None
+    if kind is RunCancelled:
+        return kind(status.execution_id, status.cancellation_reason)
     failure = status.failure
-    if failure is None:
+    if failure is None or kind is RunSkipped:
         return kind(status.execution_id, None)
     return kind(status.execution_id, failure.message, error_type=failure.error_type, traceback=failure.traceback)
 
