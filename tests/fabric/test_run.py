@@ -358,6 +358,37 @@ async def test_a_signal_under_the_same_id_counts_once_in_a_run(url: str) -> None
         assert await other.result(timeout=60) == [7, 8]
 
 
+async def test_a_signal_reaches_a_wait_whose_signing_key_has_expired(url: str, eventually: Eventually) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job(ctx: Context) -> list[str]:
+        return [await ctx.wait_for_signal("a", str), await ctx.wait_for_signal("b", str)]
+
+    async with fabric, fabric.worker():
+        run = await job.submit()
+
+        async def is_suspended() -> bool:
+            return (await run.status()).state is PublicState.SUSPENDED
+
+        await eventually(is_suspended)
+        await fabric.engine.rotate_waitpoint_hmac_secret_all(new_kid="next", new_secret_hex="cd" * 32, grace_ms=0)
+        # An id counts for the name of its signal.
+        await run.signal("a", "first", id="1")
+        await run.signal("b", "second", id="1")
+        assert await run.result(timeout=60) == ["first", "second"]
+
+
+async def test_a_delay_beyond_the_last_date_is_shown_as_the_last_date(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task(delay=10**12)
+    async def job() -> None: ...
+
+    async with fabric:
+        assert (await (await job.submit()).status()).retry_at == datetime.max.replace(tzinfo=UTC)
+
+
 async def test_signals_sent_at_once_end_one_wait_each(url: str) -> None:
     fabric = Fabric(url)
 

@@ -76,6 +76,9 @@ async def test_a_wrong_argument_is_refused_by_bind_and_nothing_is_submitted(url:
     @fabric.task
     async def other() -> None: ...
 
+    @Fabric(url).task(name="job")
+    async def same_name(n: int) -> None: ...
+
     async with fabric:
         with pytest.raises(InvalidInputError, match="task 'job', parameter 'n'"):
             await job.submit_many(job.bind(n) for n in (1, 2, "three"))  # type: ignore[arg-type]
@@ -87,5 +90,7 @@ async def test_a_wrong_argument_is_refused_by_bind_and_nothing_is_submitted(url:
             await job.submit_many(job.bind(1))  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="expected calls of task 'job', got one of 'other'"):
             await job.submit_many([job.bind(1), other.bind()])
+        with pytest.raises(TypeError, match="a call of task 'job' was bound by another fabric"):
+            await job.submit_many([same_name.bind(1)])
         page = await fabric.engine.list_executions()
         assert page.executions == []

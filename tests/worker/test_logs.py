@@ -240,6 +240,24 @@ async def test_a_lost_lease_is_a_warning_that_says_why(
     assert fields(record) == (run, 1, "job")
 
 
+async def test_a_cancel_during_a_suspend_is_no_warning(
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def cancel_and_wait(ctx: Context) -> None:
+        await engine.cancel_execution(execution_id=ctx.execution_id, reason="no more")
+        await ctx.wait_for_signal("go")
+
+    run = await submit()
+    worker = await start_worker({"job": cancel_and_wait}, concurrency=1)
+    await engine.wait_for_ending(run, timeout=60)
+    await eventually(lambda: worker.running == 0)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 async def test_a_drain_logs_how_many_handlers_run_and_how_they_end(
     engine: Engine, submit: Submit, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:

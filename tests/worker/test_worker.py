@@ -146,6 +146,29 @@ def with_cause() -> BaseException:
     return error
 
 
+class Unreadable(Exception):
+    """Its cause cannot be read."""
+
+    @property
+    def __cause__(self) -> BaseException | None:
+        raise RuntimeError
+
+    @__cause__.setter
+    def __cause__(self, value: BaseException | None) -> None: ...
+
+
+class UnreadableGroup(ExceptionGroup[Exception]):
+    """Neither its message nor its members can be read."""
+
+    @property
+    def message(self) -> str:
+        raise RuntimeError
+
+    @property
+    def exceptions(self) -> Any:
+        raise RuntimeError
+
+
 async def use_from_thread(ctx: Context) -> None:
     ctx.from_thread(ctx.progress(1))
 
@@ -182,6 +205,10 @@ FAILING = {
     ),
     "no retry in nested groups": Failing(
         raising(lambda: nested(NoRetry("never"))), "ExceptionGroup: within: ExceptionGroup: ", "permanent", RETRIES
+    ),
+    "an unreadable cause": Failing(raising(Unreadable), "Unreadable", "handler_error"),
+    "an unreadable group": Failing(
+        raising(lambda: UnreadableGroup("x", [ValueError()])), "UnreadableGroup", "handler_error"
     ),
     "without a text": Failing(raising(Wordless), "Wordless", "handler_error"),
     "from_thread in a coroutine": Failing(

@@ -322,32 +322,34 @@ class Run(Generic[Value]):
     ) -> None:
         """Send a signal as soon as the run waits for that name: `await run.signal("approval", "yes", by="ada")`.
 
-        The payload is sent as JSON, and `by` names the sender. A repeat with the same `id` is ignored, whatever the run
-        does by then. Raises TimeoutError if the run does not wait for the signal in time, and StateError
-        (`target_not_signalable`) if it has ended.
+        The payload is sent as JSON, and `by` names the sender. A repeat with the same name and `id` is ignored,
+        whatever the run does by then; if a new attempt waits again, send the signal under another id. Raises
+        TimeoutError if the run does not wait for the signal in time, and StateError (`target_not_signalable`) if it
+        has ended.
         """
         check_short(name, "name")
         data = _signal_payload(name, payload)
         check_length(by, "by", MAX_TEXT)
         if id == "":
             raise error("invalid_input", "id: must not be empty; leave it out if repeats need not be recognised")
-        # The execution has a signal id once, at whichever of its waits the signal arrived.
-        signal_id = None if id is None else SignalId(uuid5(UUID(row_key(self.id)[1]), check_length(id, "id", MAX_TEXT)))
-        engine, seconds = self._fabric.engine, milliseconds(timeout, "timeout") / 1000
+        # The execution has a signal id once, at whichever wait of that name the signal arrived.
+        signal_id = None
+        if id is not None:
+            signal_id = SignalId(uuid5(UUID(row_key(self.id)[1]), f"{name}\0{check_length(id, 'id', MAX_TEXT)}"))
+        signals, seconds = parts_of(self._fabric.engine).signals, milliseconds(timeout, "timeout") / 1000
         deadline = time.monotonic() + seconds
         for pause in pauses(*SIGNAL_PAUSE_SECONDS):
             left = deadline - time.monotonic()
-            target = await parts_of(engine).signals.read_target(self.id, name, signal_id)
+            target = await signals.read_target(self.id, name, signal_id)
             if target is None:
                 raise self._not_found()
             if target.is_repeat:
                 return
             if target.waitpoint_id is not None:
                 try:
-                    await engine.deliver_signal(
+                    await signals.deliver_trusted(
                         execution_id=self.id,
                         waitpoint_id=target.waitpoint_id,
-                        waitpoint_token=target.token,
                         signal_name=name,
                         source_identity=by,
                         signal_id=signal_id,
@@ -447,4 +449,10 @@ def _error_of(status: ExecutionStatus) -> RunError | None:
 
 
 def _time(milliseconds: int | None) -> datetime | None:
-    return None if milliseconds is None else datetime.fromtimestamp(milliseconds / 1000, UTC)
+    if milliseconds is None:
+        return None
+    try:
+        return datetime.fromtimestamp(milliseconds / 1000, UTC)
+    except (OverflowError, ValueError, OSError):
+        # After the year 9999.
+        return datetime.max.replace(tzinfo=UTC)

@@ -278,6 +278,10 @@ class Task(Generic[Called, Params, Returned]):
                 f"submit_many: expected calls made by {self.name}.bind(...), got {shown(call)}; write "
                 f"{self.name}.submit_many({self.name}.bind(x) for x in ...)"
             )
+        if call._task._fabric is not self._fabric:
+            raise TypeError(
+                f"submit_many: a call of task {self.name!r} was bound by another fabric; bind it with this one's"
+            )
         if call._task.name != self.name:
             raise TypeError(
                 f"submit_many: expected calls of task {self.name!r}, got one of {call._task.name!r}; submit each "

@@ -14,7 +14,8 @@ Duration = float | timedelta
 def milliseconds(given: object, name: str, *, least: int = 0, most: int = MAX_MS, advice: str = "") -> int:
     """Return a duration in milliseconds; one that is out of range is refused, with the advice if it is too short."""
     seconds = given.total_seconds() if isinstance(given, timedelta) else given
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+    is_finite = isinstance(seconds, int) or (isinstance(seconds, float) and math.isfinite(seconds))
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not is_finite:
         raise error("invalid_input", f"{name}: expected seconds or a timedelta, got {shown(given)}")
     if seconds > most / 1000:
         raise error("invalid_input", f"{name}: must be at most {most // 1000} seconds, got {shown(given)}")

@@ -103,6 +103,8 @@ class NewSignal:
     resume_delay_ms: int | None = None
     max_signals_per_execution: int | None = None
     signal_maxlen: int = DEFAULT_MAXLEN
+    is_trusted: bool = field(default=False, repr=False)
+    """Whether the sender needs no token, because it has read the waitpoint from the store."""
     is_minted: bool = field(default=False, init=False, repr=False)
     """Whether this process minted the id, so that no stored signal can have it."""
 

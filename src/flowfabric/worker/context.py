@@ -16,7 +16,7 @@ from flowfabric.model.signal import ResumeSignal
 from flowfabric.model.states import AttemptType, TimeoutBehavior
 from flowfabric.model.suspend_outcome import SuspendOutcome
 from flowfabric.model.suspension import SuspendArgs, SuspendDetails, Suspended
-from flowfabric.model.text import check_range, shown
+from flowfabric.model.text import check_range, check_short, shown
 from flowfabric.model.waitpoint import PendingWaitpoint
 from flowfabric.worker.callback import Callback
 from flowfabric.worker.codec import codec_of, name_of, reason
@@ -257,6 +257,7 @@ class Context:
         with `default`, returns that instead. A new attempt after a failure waits again.
         """
         codec = codec_of(kind)
+        check_short(name, "name")
         waits = self._running.waits
         nth = waits[name] = waits.get(name, 0) + 1
         signals = await self._signals_of(SuspensionId(uuid5(self.fence.attempt_id, f"{nth}:{name}")), name, timeout)

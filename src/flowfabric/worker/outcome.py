@@ -72,7 +72,11 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return _outcome_of_error(running, error)
+        try:
+            return _outcome_of_error(running, error)
+        except Exception:
+            # The properties of the exception raise themselves.
+            return Failure(FailureReason(type(error).__name__, detail=HANDLER_ERROR), FailureClass.TRANSIENT)
     if running.is_dropped:
         return Dropped()
     try:
@@ -138,8 +142,8 @@ def _is_permanent(error: BaseException) -> bool:
 def _chain(error: BaseException) -> str:
     try:
         return ": ".join(_text_of(link) for link in _links(error))
-    except RecursionError:
-        # Groups nested too deeply.
+    except Exception:
+        # Groups nested too deeply, or properties that raise.
         return type(error).__name__
 
 

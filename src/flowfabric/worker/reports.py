@@ -12,6 +12,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureReason
+from flowfabric.model.errors import EngineError
 from flowfabric.model.lease import AlreadyTerminal, Completed, Expired, NotYetDue, RetryScheduled, TerminalFailed
 from flowfabric.model.states import PublicState
 from flowfabric.pauses import pauses
@@ -273,6 +274,9 @@ class Reports:
 
 def _log_failure(running: Running, failure: Failure, answer: RetryScheduled | TerminalFailed | None) -> None:
     """Log a failed attempt and what the store has answered, if anything."""
+    if answer is None and isinstance(failure.error, EngineError) and is_lease_lost(failure.error):
+        # A call of the handler was refused because the lease is over, which is already logged.
+        return
     level = logging.WARNING
     match answer:
         case RetryScheduled(delay_until=delay_until):

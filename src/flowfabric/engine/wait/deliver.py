@@ -76,7 +76,6 @@ class SignalTarget:
     """Whether the execution already has the signal."""
     waitpoint_id: WaitpointId | None
     """The open waitpoint of the wait, if any."""
-    token: WaitpointToken | None
     open_keys: tuple[str, ...]
     """If there is none, the keys of other open waitpoints, at most ten."""
 
@@ -218,6 +217,32 @@ class Signals:
             )
         )
 
+    async def deliver_trusted(
+        self,
+        *,
+        execution_id: ExecutionId,
+        waitpoint_id: WaitpointId,
+        signal_name: str,
+        source_identity: str,
+        signal_id: SignalId | None,
+        payload: bytes,
+        idempotency_key: str | None,
+    ) -> Accepted | SignalDuplicate:
+        """Record a signal of a sender that has read the waitpoint from the store and so needs no valid token."""
+        return await self._add(
+            NewSignal(
+                execution_id=execution_id,
+                waitpoint_id=waitpoint_id,
+                waitpoint_token=None,
+                signal_name=signal_name,
+                source_identity=source_identity,
+                signal_id=signal_id,
+                payload=payload,
+                idempotency_key=idempotency_key,
+                is_trusted=True,
+            )
+        )
+
     async def read_target(
         self, execution_id: ExecutionId, waitpoint_key: str, signal_id: SignalId | None
     ) -> SignalTarget | None:
@@ -232,12 +257,11 @@ class Signals:
         )
         if not rows:
             return None
-        state, is_repeat, waitpoint_id, token, open_keys = rows[0]
+        state, is_repeat, waitpoint_id, open_keys = rows[0]
         return SignalTarget(
             state=PublicState(state),
             is_repeat=is_repeat,
             waitpoint_id=waitpoint_id and WaitpointId(waitpoint_id),
-            token=token and WaitpointToken(token),
             open_keys=tuple(open_keys or ()),
         )
 

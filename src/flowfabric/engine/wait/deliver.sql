@@ -165,15 +165,15 @@ select l.lane_id, w.token
 
 -- name: read_signal_target
 -- Where a signal for the wait of this name would go: the state of the execution, whether it already has the signal, and the
--- open waitpoint with its token. If there is none, open_keys has the names of other open waits, at most ten.
+-- open waitpoint. If there is none, open_keys has the names of other open waits, at most ten.
 select e.public_state,
        exists (select from signal g
                 where g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.signal_id = :signal_id::uuid) as is_repeat,
-       w.waitpoint_id, w.token, o.open_keys
+       w.waitpoint_id, o.open_keys
   from execution e
   left join lateral (
-       select w.waitpoint_id, w.token from (
-              select w.waitpoint_id, w.token from waitpoint w
+       select w.waitpoint_id from (
+              select w.waitpoint_id from waitpoint w
                where e.lifecycle_phase <> 'terminal' and w.partition_key = e.partition_key and w.execution_id = e.execution_id
                  and w.state in ('pending', 'active') and w.waitpoint_key = :waitpoint_key offset 0) w
         order by w.waitpoint_id limit 1) w on true
