@@ -11,7 +11,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from fixtures import Clock, Eventually, Given, IsSuspended, StartWorker, Submit
+from fixtures import Clock, Engines, Eventually, Given, IsSuspended, StartWorker, Submit
 from flowfabric import log_fields
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -241,20 +241,17 @@ async def test_a_lost_lease_is_a_warning_that_says_why(
 
 
 async def test_a_cancel_during_a_suspend_is_no_warning(
-    engine: Engine,
-    start_worker: StartWorker,
-    submit: Submit,
-    eventually: Eventually,
-    caplog: pytest.LogCaptureFixture,
+    engine: Engine, engines: Engines, submit: Submit, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def cancel_and_wait(ctx: Context) -> None:
         await engine.cancel_execution(execution_id=ctx.execution_id, reason="no more")
         await ctx.wait_for_signal("go")
 
-    run = await submit()
-    worker = await start_worker({"job": cancel_and_wait}, concurrency=1)
-    await engine.wait_for_ending(run, timeout=60)
-    await eventually(lambda: worker.running == 0)
+    # Without hints, the worker learns of the cancel only when it suspends.
+    run, deaf = await submit(), await engines(listen=False)
+    async with Worker(deaf, lanes=["default"], handlers={"job": cancel_and_wait}) as worker:
+        await engine.wait_for_ending(run, timeout=60)
+        await eventually(lambda: worker.running == 0)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
