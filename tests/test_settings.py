@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from flowfabric.settings import Settings, SettingsError, SettingsFields
+from flowfabric.errors import SettingsError
+from flowfabric.settings import Settings, SettingsFields
 
 
 @pytest.fixture(autouse=True)

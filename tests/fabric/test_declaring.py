@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flowfabric import Context, Fabric, Settings
+from flowfabric.errors import SettingsError
 from flowfabric.model.errors import InvalidInputError
-from flowfabric.settings import SettingsError
 
 
 @dataclass
