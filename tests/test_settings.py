@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from flowfabric.settings import Settings, SettingsError, SettingsFields
+from flowfabric.errors import SettingsError
+from flowfabric.settings import Settings, SettingsFields
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +126,35 @@ def test_an_invalid_value_is_refused_with_the_name_of_its_variable(
 def test_an_invalid_value_from_code_is_refused_with_the_name_of_its_variable() -> None:
     with pytest.raises(SettingsError, match=r"^FF_SCHEMA=Not Plain: "):
         Settings(schema_name="Not Plain")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"retention_ms": -1}, "FF_RETENTION_MS=-1: must be a whole number of at least 1"),
+        ({"retention_ms": "abc"}, "FF_RETENTION_MS=abc: must be a whole number of at least 1"),
+        ({"retention_ms": ""}, "FF_RETENTION_MS='': must be a whole number of at least 1"),
+        ({"retention_ms": 1.5}, "FF_RETENTION_MS=1.5: must be a whole number of at least 1"),
+        ({"retention_ms": float("inf")}, "FF_RETENTION_MS=inf: must be a whole number of at least 1"),
+        ({"retention_ms": None}, "FF_RETENTION_MS=None: must be a whole number of at least 1"),
+        ({"submit_patience_ms": -1}, "FF_SUBMIT_PATIENCE_MS=-1: must be a whole number of at least 0"),
+        ({"flow_partitions": 32769}, "FF_FLOW_PARTITIONS=32769: must be a whole number from 1 to 32768"),
+        ({"listen": "loud"}, "FF_LISTEN=loud: must be true or false"),
+        ({"listen": []}, "FF_LISTEN=[]: must be true or false"),
+        ({"migrate_on_start": "perhaps"}, "FF_MIGRATE_ON_START=perhaps: must be true or false"),
+        ({"instance_tag": ""}, "FF_INSTANCE_TAG='': must not be empty"),
+        ({"schema_name": 5}, "FF_SCHEMA=5: must be text"),
+        ({"database_url": 5}, "FF_DATABASE_URL: must be text"),
+        ({"secret_key": 5}, "FF_SECRET_KEY: must be text"),
+        ({"home": 5}, "FF_HOME=5: must be a path"),
+        ({"lanes": 5}, "FF_LANES=5: must be a list of names"),
+        ({"lanes": [5]}, "FF_LANES=5: must be text"),
+    ],
+)
+def test_an_error_says_what_the_value_must_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        Settings(**given)
+    assert str(refused.value) == message
 
 
 def test_one_error_lists_all_invalid_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""All exceptions: those of the engine, those of a run that did not succeed, and those a handler may raise."""
+"""All exceptions: of the settings, of the engine, of a run that did not succeed, and those a handler may raise."""
 
 from flowfabric.fabric.run import RunCancelled, RunError, RunExpired, RunFailed, RunSkipped, UnreadableResult
 from flowfabric.fabric.task import NotAllSubmitted
@@ -19,6 +19,7 @@ from flowfabric.model.errors import (
     TransportKind,
     UnavailableError,
 )
+from flowfabric.settings import SettingsError
 from flowfabric.worker.callback import BackendError, CallbackError, TokenMismatch, UnknownWaitpoint
 from flowfabric.worker.outcome import NoRetry
 from flowfabric.worker.waits import NoSignal, WaitTimeout
@@ -43,6 +44,7 @@ __all__ = [
     "RunExpired",
     "RunFailed",
     "RunSkipped",
+    "SettingsError",
     "StateError",
     "StreamBackpressureError",
     "StreamDisconnectedError",

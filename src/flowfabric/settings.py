@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from flowfabric.db.address import check_url
@@ -43,6 +44,14 @@ PartitionCount = Annotated[int, Field(ge=1, le=MAX_PARTITION_COUNT)]
 _NEVER_SHOWN = frozenset(
     f"{PREFIX}{name}" for name in ("DATABASE_URL", "WAITPOINT_HMAC_SECRET", "SECRET_KEY", "SECRET_KEY_OLD")
 )
+
+_REQUIREMENTS = {
+    "path_type": "must be a path",
+    "string_too_short": "must not be empty",
+    "string_type": "must be text",
+    "tuple_type": "must be a list of names",
+}
+"""What a value must be, by the kind of Pydantic's error."""
 
 _MASK = "*" * 10
 _ADDRESS = re.compile(r"(?P<scheme>\w+://)(?P<server>[^/?#]*)(?P<path>[^?]*)(?P<query>.*)", re.DOTALL)
@@ -217,8 +226,7 @@ class Settings(BaseSettings):
         try:
             return build(values)
         except ValidationError as invalid:
-            text = "; ".join(_message(cls, error["loc"], error["msg"], error["input"]) for error in invalid.errors())
-            raise SettingsError(text) from None
+            raise SettingsError("; ".join(_message(cls, error) for error in invalid.errors())) from None
 
 
 def _masked(url: str) -> str:
@@ -236,14 +244,33 @@ def _masked(url: str) -> str:
     return f"{found['scheme']}{user}{colon}{_MASK if colon else ''}{at}{hosts}{found['path']}{query}"
 
 
-def _message(settings: type[Settings], location: tuple[int | str, ...], message: str, value: object) -> str:
-    name = str(location[0])
+def _message(settings: type[Settings], error: ErrorDetails) -> str:
+    name, value = str(error["loc"][0]), error["input"]
     field = settings.model_fields.get(name)
     if field is None and not name.startswith(PREFIX):
         return f"there is no setting {name}{did_you_mean(name, settings.model_fields)}"
     variable = name if field is None else _variable(name, field)
     shown = "" if variable in _NEVER_SHOWN else f"={value}" if str(value).strip() else f"={str(value)!r}"
-    return f"{variable}{shown}: {message.removeprefix('Value error, ')}"
+    return f"{variable}{shown}: {_requirement(error, field)}"
+
+
+def _requirement(error: ErrorDetails, field: FieldInfo | None) -> str:
+    """What the value of a field must be, in our words for the kinds of errors that have Pydantic's."""
+    kind = error["type"]
+    if kind.startswith("int_") or kind in ("greater_than_equal", "less_than_equal", "finite_number"):
+        return f"must be a whole number{_bounds(field)}"
+    if kind.startswith("bool_"):
+        return "must be true or false"
+    return _REQUIREMENTS.get(kind) or error["msg"].removeprefix("Value error, ")
+
+
+def _bounds(field: FieldInfo | None) -> str:
+    rules = [] if field is None else field.metadata
+    least = next((rule.ge for rule in rules if hasattr(rule, "ge")), None)
+    most = next((rule.le for rule in rules if hasattr(rule, "le")), None)
+    if least is None:
+        return ""
+    return f" of at least {least}" if most is None else f" from {least} to {most}"
 
 
 @cache

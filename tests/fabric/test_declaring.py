@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flowfabric import Context, Fabric, Settings
+from flowfabric.errors import SettingsError
 from flowfabric.model.errors import InvalidInputError
-from flowfabric.settings import SettingsError
 
 
 @dataclass
@@ -161,13 +161,25 @@ async def test_a_fabric_is_used_in_the_event_loop_in_which_it_was_connected(url:
         await job.submit()
 
 
+def test_a_url_that_is_not_text_is_refused_at_once() -> None:
+    urls: dict[str, Any] = {
+        "5": 5,
+        "a bytes": b"postgresql://user:pa55word@host/db",
+        "a Settings; write Fabric(settings=...)": Settings(database_url="postgresql://user:pa55word@host/db"),
+    }
+    for got, given in urls.items():
+        with pytest.raises(InvalidInputError) as refused:
+            Fabric(given)
+        assert refused.value.detail == f"url: must be text, as in postgresql://host/database, got {got}"
+
+
 async def test_a_fabric_with_wrong_options_is_refused(url: str) -> None:
     wrong: list[dict[str, Any]] = [{"settings": "x"}, {"settings": {}}, {"lane": ["a"]}, {"namespace": None}]
     for options in wrong:
         with pytest.raises(InvalidInputError, match=f"invalid_input: {next(iter(options))}"):
             Fabric(url, **options)
     with pytest.raises(SettingsError, match="FF_DATABASE_URL: "):
-        async with Fabric(5):  # type: ignore[arg-type]
+        async with Fabric("shop"):
             pass
     with pytest.raises(TypeError, match=r"expected a function, got 'name'; name the options, such as @fabric\.task\("):
         Fabric().task("name")  # type: ignore[call-overload]

@@ -131,6 +131,15 @@ async def calls(ctx: Context) -> None:
     assert_type(count(["a"]), dict[str, int])
 
 
+async def waits(ctx: Context) -> None:
+    """Wait for a signal with and without a type and a default."""
+    assert_type(await ctx.wait_for_signal("n"), Any)
+    assert_type(await ctx.wait_for_signal("n", timeout=1, default=None), Any)
+    assert_type(await ctx.wait_for_signal("n", int), int)
+    assert_type(await ctx.wait_for_signal("n", type=int, timeout=1), int)
+    assert_type(await ctx.wait_for_signal("n", Order, timeout=1, default=None), Order | None)
+
+
 async def refused(ctx: Context) -> None:
     """Every line here is wrong."""
     await add.submit()  # type: ignore[call-overload]  # pyright: ignore
@@ -152,6 +161,8 @@ async def refused(ctx: Context) -> None:
     add.options(prio=1)  # type: ignore[call-arg]  # pyright: ignore
     add.options(retries="3")  # type: ignore[arg-type]  # pyright: ignore
     fabric.task(retires=1)  # type: ignore[call-overload]  # pyright: ignore
+    await ctx.wait_for_signal("n", 5)  # type: ignore[call-overload]  # pyright: ignore
+    await ctx.wait_for_signal("n", kind=int)  # type: ignore[call-overload]  # pyright: ignore
     text: str = await (await add.submit(1)).result()  # type: ignore[assignment]  # pyright: ignore
     word: str = await count.run("x").result()  # type: ignore[assignment]  # pyright: ignore
     print(text, word)

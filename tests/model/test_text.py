@@ -12,7 +12,9 @@ from flowfabric.model.text import (
     check_short,
     check_text,
     json_text,
+    listed,
     shown,
+    shown_time,
 )
 from model.cases import for_each
 
@@ -90,3 +92,16 @@ def test_a_value_is_shown_shortened_whatever_its_repr_does() -> None:
     assert shown("x" * 1000) == f"'{'x' * 199}..."
     assert shown("\ud800") == r"'\ud800'"
     assert shown(Broken()) == "a Broken"
+
+
+def test_texts_are_listed_up_to_a_number() -> None:
+    assert [listed([]), listed(["a"]), listed(["a", "b"])] == ["none", "a", "a, b"]
+    assert [listed("abc", most=3), listed("abcde", most=3)] == ["a, b, c", "a, b, c and 2 more"]
+    assert [listed("ab", joint=" or "), listed("abc", joint=" or ", most=2)] == ["a or b", "a or b or 1 more"]
+    assert listed(["x" * 1000, "y"]) == f"{'x' * 200}..., y"
+
+
+def test_a_time_is_shown_in_utc_with_milliseconds() -> None:
+    assert shown_time(0) == "1970-01-01T00:00:00.000Z"
+    assert shown_time(1_767_225_599_999) == "2025-12-31T23:59:59.999Z"
+    assert shown_time(2**62) == f"{2**62} ms since the epoch"

@@ -128,6 +128,38 @@ async def test_an_error_that_the_server_sends_is_shown_with_its_address(url: str
                     assert f"127.0.0.1:{urlsplit(proxy.url).port}" in str(failed)
 
 
+async def test_only_what_the_server_says_is_masked(url: str) -> None:
+    # The password, what the server says, and what is shown of it.
+    answers = [
+        ("shop", "shop is no password for shop", "*** is no password for ***"),
+        ("a", "a is bad", "*** is b***d"),
+        ("%2A", "* or %2A", "*** or ***"),
+        ("s%20p", "the password s p or s%20p", "the password *** or ***"),
+    ]
+    async with Proxy(url) as proxy:
+        server = f"127.0.0.1:{urlsplit(proxy.url).port}"
+        with all_cases() as case:
+            for password, said, shown in answers:
+                for login, option in ((f"shop:{password}", ""), ("shop", f"&password={password}")):
+                    with case(f"{login}{option}"):
+                        proxy.refusal = ("28P01", said)
+                        failed = await start_error(f"postgresql://{login}@{server}/shop?sslmode=disable{option}")
+                        assert str(failed) == (
+                            f"auth: {server} refuses user shop for database shop: {shown};"
+                            " correct the user or the password in the database URL (FF_DATABASE_URL)"
+                        )
+
+
+async def test_a_password_like_a_part_of_the_message_does_not_mask_that_part() -> None:
+    port = free_port()
+    for password in ("shop", "a", "127"):
+        failed = await start_error(f"postgresql://app:{password}@127.0.0.1:{port}/shop")
+        assert str(failed) == (
+            f"transport: no server answers at 127.0.0.1:{port} (database shop): connection refused;"
+            " start the server, or correct the database URL (FF_DATABASE_URL)"
+        )
+
+
 async def test_a_url_that_the_driver_rejects_is_not_shown() -> None:
     failed = await start_error(f"postgresql://app:{PASSWORD}@localhost/shop?sslmode=sometimes")
     assert failed.retryable is False

@@ -5,7 +5,6 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 import asyncpg
@@ -17,6 +16,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import ExecutionId
+from flowfabric.model.text import shown_time
 from flowfabric.worker.context import Context
 from flowfabric.worker.logs import LogFields, add_fields_to_records, current_run
 from flowfabric.worker.reports import Reports
@@ -163,7 +163,7 @@ async def test_a_retry_is_a_warning_with_its_time_and_a_failure_for_good_an_erro
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     await clock.stop()
-    retry_at = datetime.fromtimestamp(await clock.now() / 1000 + 60, UTC).isoformat(" ", "milliseconds")
+    retry_at = shown_time(await clock.now() + 60_000)
 
     def job() -> None:
         raise ValueError("no luck")

@@ -102,7 +102,8 @@ async def test_a_wait_without_a_signal_raises_or_returns_the_default(url: str, i
 
     @fabric.task
     async def lenient(ctx: Context) -> str | None:
-        return await ctx.wait_for_signal("answer", str, timeout=0.05, default=None)
+        assert await ctx.wait_for_signal("answer", timeout=0.05, default=None) is None
+        return await ctx.wait_for_signal("answer", type=str, timeout=0.05, default=None)
 
     @fabric.task
     async def resumed(ctx: Context) -> str:

@@ -1,9 +1,10 @@
 """The error messages of a failed connection: which server, the reason, and what to do."""
 
 import os
+import re
 import socket
 import ssl
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, unquote_plus, urlsplit
 
 import asyncpg
 
@@ -30,16 +31,16 @@ def unreachable(error: BaseException, url: str, *, seconds: float) -> Unreachabl
     fault = fault_of(error)
     if fault is None:
         return None
-    kind, text = _explain(error, fault, url, seconds)
-    return Unreachable(kind, _without_password(text, url))
+    return Unreachable(*_explain(error, fault, url, seconds))
 
 
 def _explain(error: BaseException, fault: StoreFault, url: str, seconds: float) -> tuple[str, str]:
     server, database = server_of(url), database_of(url)
     where = f"{server} (database {database})"
+    reason = _without_password(str(fault), url)
     match error:
         case asyncpg.ClientConfigurationError():
-            return "protocol", f"the database URL cannot be used: {fault}; {CORRECT}"
+            return "protocol", f"the database URL cannot be used: {reason}; {CORRECT}"
         case asyncpg.ConnectionDoesNotExistError() | ConnectionResetError() | BrokenPipeError():
             return fault.kind, _closed_during_login(where)
         case asyncpg.PostgresError():
@@ -47,7 +48,7 @@ def _explain(error: BaseException, fault: StoreFault, url: str, seconds: float) 
         case ssl.SSLError():
             return (
                 "protocol",
-                f"no TLS session with {where}: {fault}; check sslmode and sslrootcert in the database URL",
+                f"no TLS session with {where}: {reason}; check sslmode and sslrootcert in the database URL",
             )
         case TimeoutError():
             return "timeout", (
@@ -57,7 +58,7 @@ def _explain(error: BaseException, fault: StoreFault, url: str, seconds: float) 
         case socket.gaierror():
             return "transport", f"the host of {where} is unknown: {error.strerror}; {CORRECT}"
         case PermissionError():
-            return "protocol", f"this user may not connect to {where}: {fault}; {CORRECT}"
+            return "protocol", f"this user may not connect to {where}: {reason}; {CORRECT}"
         case FileNotFoundError() if "sslrootcert" in url or "sslcert" in url or "sslkey" in url:
             return "protocol", f"no TLS session with {where}: a file named in the database URL is missing; {CORRECT}"
         case ConnectionError() if "rejected SSL" in str(error):
@@ -73,8 +74,6 @@ def _explain(error: BaseException, fault: StoreFault, url: str, seconds: float) 
             reason = "connection refused"
         case OSError() if "Connect call failed" in str(error):
             reason = "connection refused"
-        case _:
-            reason = str(fault)
     return fault.kind, f"no server answers at {where}: {reason}; start the server, or {CORRECT}"
 
 
@@ -89,7 +88,7 @@ def _closed_during_login(where: str) -> str:
 
 def _explain_answer(error: asyncpg.PostgresError, fault: StoreFault, url: str) -> tuple[str, str]:
     server, database = server_of(url), database_of(url)
-    reason = str(error.args[0]) if error.args else type(error).__name__
+    reason = _without_password(str(error.args[0]) if error.args else type(error).__name__, url)
     match error:
         case asyncpg.InvalidAuthorizationSpecificationError():
             return "auth", (
@@ -115,7 +114,11 @@ def _explain_answer(error: asyncpg.PostgresError, fault: StoreFault, url: str) -
 
 
 def _without_password(text: str, url: str) -> str:
-    password = urlsplit(url).password
-    for secret in {password, unquote(password)} if password else ():
-        text = text.replace(secret, "***")
-    return text
+    """The text of the driver or the server, which may quote the URL, with the passwords of the URL masked."""
+    parts = urlsplit(url)
+    options = [part.partition("=") for part in parts.query.split("&")]
+    given = [value for name, _, value in options if "password" in unquote(name).lower()]
+    secrets = {form for each in (parts.password or "", *given) for form in (each, unquote(each), unquote_plus(each))}
+    # The longest first: one may be a part of another. One pass, so that a mask is not masked again.
+    pattern = "|".join(re.escape(each) for each in sorted(secrets - {""}, key=len, reverse=True))
+    return re.sub(pattern, "***", text) if pattern else text

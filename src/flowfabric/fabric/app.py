@@ -58,6 +58,11 @@ class Fabric:
         namespace: str = "default",
         lane: str = "default",
     ) -> None:
+        if not isinstance(url, str | None):
+            # Any other value may contain a password.
+            got = shown(url) if isinstance(url, int | float) else f"a {type(url).__name__}"
+            advice = "; write Fabric(settings=...)" if isinstance(url, Settings) else ""
+            raise error("invalid_input", f"url: must be text, as in postgresql://host/database, got {got}{advice}")
         if not isinstance(settings, Settings | None):
             raise error("invalid_input", f"settings: must be Settings(...), got {shown(settings)}")
         self._url = url

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
 from flowfabric.model.condition import OPERATOR_ONLY_NAME, TIMEOUT_ONLY_NAME
@@ -17,7 +16,7 @@ from flowfabric.model.ids import (
     WorkerInstanceId,
 )
 from flowfabric.model.states import BlockingReason, LaneState, PublicState, StateVector, TerminalOutcome
-from flowfabric.model.text import shorten
+from flowfabric.model.text import listed, shorten, shown_time
 
 MAX_AHEAD = 1000
 """The number up to which the executions ahead of one are counted."""
@@ -254,7 +253,8 @@ def _phrase(reason: Reason) -> str:
         case NoCapableWorkerReason(missing=()):
             return "about to be released: a live worker offers all it requires"
         case NoCapableWorkerReason():
-            return f"no live worker of its lane, namespace and kind offers {_listed(reason.missing, ' and ')}"
+            missing = listed(reason.missing, joint=" and ", most=_MAX_LISTED)
+            return f"no live worker of its lane, namespace and kind offers {missing}"
         case DelayedReason():
             return f"until {_time(reason.until)}{_DELAYS[reason.cause]}{_failure(reason.last_failure)}"
         case BudgetReason() | QuotaReason():
@@ -292,24 +292,18 @@ def _awaited(waitpoints: Sequence[OpenWaitpoint]) -> str:
         return "an operator resumes it"
     if names == {TIMEOUT_ONLY_NAME}:
         return "its timeout"
-    return _listed([_signal_phrase(each) for each in waitpoints], ", ")
+    return listed([_signal_phrase(each) for each in waitpoints], most=_MAX_LISTED)
 
 
 def _signal_phrase(waitpoint: OpenWaitpoint) -> str:
     names = [_quoted(name) for name in waitpoint.required_signal_names]
-    signal = f"a signal {_listed(names, ' or ')}" if names else "a signal"
+    signal = f"a signal {listed(names, joint=' or ', most=_MAX_LISTED)}" if names else "a signal"
     return f"{signal} reaches waitpoint {_quoted(waitpoint.waitpoint_key)}"
 
 
 def _worker(reason: RunningReason | LeaseLostReason) -> str:
     worker = "a worker" if reason.worker_instance_id is None else f"worker {_quoted(reason.worker_instance_id)}"
     return f"{worker} in attempt {reason.attempt_index + 1}"
-
-
-def _listed(texts: Sequence[str], joint: str) -> str:
-    shown = [shorten(text) for text in texts[:_MAX_LISTED]]
-    more = len(texts) - len(shown)
-    return joint.join([*shown, f"{more} more"] if more else shown)
 
 
 def _quoted(text: str) -> str:
@@ -321,9 +315,4 @@ def _detail(detail: str | None) -> str:
 
 
 def _time(ms: int | None) -> str:
-    if ms is None:
-        return "an unknown time"
-    try:
-        return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    except (ValueError, OverflowError, OSError):
-        return f"{ms} ms"
+    return "an unknown time" if ms is None else shown_time(ms)

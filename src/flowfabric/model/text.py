@@ -3,6 +3,7 @@
 import difflib
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TypeVar
 
@@ -131,6 +132,23 @@ def shorten(text: str) -> str:
     """Return the text shortened for a message: valid Unicode, cut after 200 characters."""
     shown = text if len(text) <= 200 else f"{text[:200]}..."
     return shown.encode("utf-8", "backslashreplace").decode()
+
+
+def listed(texts: Sequence[str], *, joint: str = ", ", most: int | None = None) -> str:
+    """Return the texts joined for a message, `a, b and 5 more` if there are more than `most`, or `none`."""
+    parts = [shorten(text) for text in texts[:most]]
+    more = len(texts) - len(parts)
+    last = f"{' and ' if joint == ', ' else joint}{more} more" if more else ""
+    return f"{joint.join(parts)}{last}" or "none"
+
+
+def shown_time(ms: int) -> str:
+    """Return a time in milliseconds since the epoch for a message: `2026-01-31T12:00:00.000Z`."""
+    try:
+        return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    except (ValueError, OverflowError, OSError):
+        # After the year 9999.
+        return f"{ms} ms since the epoch"
 
 
 def has_space_or_control(text: str) -> bool:

@@ -239,15 +239,15 @@ class Context:
         raise HandlerSuspended
 
     @overload
-    async def wait_for_signal(self, name: str, *, timeout: Duration | None = None) -> Any: ...
+    async def wait_for_signal(self, name: str, *, timeout: Duration | None = None, default: object = ...) -> Any: ...
     @overload
-    async def wait_for_signal(self, name: str, kind: type[Payload], *, timeout: Duration | None = None) -> Payload: ...
+    async def wait_for_signal(self, name: str, type: type[Payload], *, timeout: Duration | None = None) -> Payload: ...
     @overload
     async def wait_for_signal(
-        self, name: str, kind: type[Payload], *, timeout: Duration | None = None, default: Default
+        self, name: str, type: type[Payload], *, timeout: Duration | None = None, default: Default
     ) -> Payload | Default: ...
     async def wait_for_signal(
-        self, name: str, kind: Any = Any, *, timeout: Duration | None = None, default: Any = _NO_DEFAULT
+        self, name: str, type: Any = Any, *, timeout: Duration | None = None, default: Any = _NO_DEFAULT
     ) -> Any:
         """Return the payload of a signal, decoded to a type: `answer = await ctx.wait_for_signal("approval", str)`.
 
@@ -256,8 +256,8 @@ class Context:
         Raises `WaitTimeout` if no signal arrives in time and `NoSignal` if an operator ends the wait without one;
         with `default`, returns that instead. A new attempt after a failure waits again.
         """
-        codec = codec_of(kind)
         check_short(name, "name")
+        codec = codec_of(type)
         waits = self._running.waits
         nth = waits[name] = waits.get(name, 0) + 1
         signals = await self._signals_of(SuspensionId(uuid5(self.fence.attempt_id, f"{nth}:{name}")), name, timeout)
@@ -275,7 +275,7 @@ class Context:
             sender = f" from {shown(received.source_identity)}" if received.source_identity else ""
             raise error(
                 "invalid_input",
-                f"signal {name!r}{sender}: the payload is not of type {name_of(kind)}: {reason(refused)}",
+                f"signal {name!r}{sender}: the payload is not of type {name_of(type)}: {reason(refused)}",
             ) from None
 
     async def _signals_of(

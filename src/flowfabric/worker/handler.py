@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Never, NoReturn, Unpack, get_args, get_origi
 import msgspec
 
 from flowfabric.model.errors import InvalidInputError
-from flowfabric.model.text import shown
+from flowfabric.model.text import listed, shown
 from flowfabric.worker.canonical import canonical
 from flowfabric.worker.codec import Codec, NotSerializable, codec_of, decoder_of, encode, name_of, reason, types_in
 from flowfabric.worker.context import Context
@@ -205,7 +205,7 @@ class Handler:
             unknown = ", ".join(repr(name) for name in kwargs if name not in parameters)
             if unknown:
                 raise TypeError(
-                    f"task {self.name!r}: no such argument: {unknown}; its arguments are: {_listed(shape.names)}"
+                    f"task {self.name!r}: no such argument: {unknown}; its arguments are: {listed(shape.names)}"
                 )
         try:
             return shape.call.bind(*args, **kwargs).arguments
@@ -217,7 +217,7 @@ class Handler:
         shape = self.shape
         allowed = sum(each.kind in _BY_POSITION for each in shape.call.parameters.values())
         if len(args) > allowed and str(error) == "too many positional arguments":
-            return f"takes {allowed} positional arguments, got {len(args)}; its arguments are: {_listed(shape.names)}"
+            return f"takes {allowed} positional arguments, got {len(args)}; its arguments are: {listed(shape.names)}"
         for name in _CONTEXT_NAMES & shape.required:
             if shape.context is None and shape.call.parameters[name].annotation is Parameter.empty:
                 return f"{error}; parameter {name!r} has no annotation: write `{name}: Context` to get the context"
@@ -311,10 +311,6 @@ class Handler:
                 f"task {self.name!r}: the stored result cannot be read as {name_of(shape.result.annotation)}: "
                 f"{reason(error)}; it may have been stored by another version of the task",
             ) from None
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def _is_required(parameter: Parameter) -> bool:

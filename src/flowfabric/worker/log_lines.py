@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from flowfabric.model.states import HandleKind
+from flowfabric.model.text import listed
 from flowfabric.worker.heartbeat import Registration
 from flowfabric.worker.logs import log_about
 from flowfabric.worker.running import Running
@@ -20,8 +21,8 @@ def log_worker_start(worker: Registration, concurrency: int) -> None:
     logger.info(
         "worker %s started: lanes %s; tasks %s; concurrency %d; %s",
         worker.worker_instance_id,
-        _listed(worker.lanes),
-        _listed(worker.kinds),
+        listed(worker.lanes, most=MAX_LISTED),
+        listed(worker.kinds, most=MAX_LISTED),
         concurrency,
         "every namespace" if worker.serves_all_namespaces else f"namespace {worker.namespace}",
     )
@@ -103,11 +104,6 @@ class Drain:
             handed_back,
             left,
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MAX_LISTED
-    return (", ".join(names) if more <= 0 else f"{', '.join(names[:MAX_LISTED])} and {more} more") or "none"
 
 
 def _handlers(count: int) -> str:

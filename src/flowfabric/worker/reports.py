@@ -5,7 +5,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
 
 from flowfabric.engine.core.wakeups import LostReason
 from flowfabric.engine.engine import Engine
@@ -15,6 +14,7 @@ from flowfabric.model.attempt import FailureReason
 from flowfabric.model.errors import EngineError
 from flowfabric.model.lease import AlreadyTerminal, Completed, Expired, NotYetDue, RetryScheduled, TerminalFailed
 from flowfabric.model.states import PublicState
+from flowfabric.model.text import shown_time
 from flowfabric.pauses import pauses
 from flowfabric.tasks import create_shared_task
 from flowfabric.worker.faults import (
@@ -280,7 +280,7 @@ def _log_failure(running: Running, failure: Failure, answer: RetryScheduled | Te
     level = logging.WARNING
     match answer:
         case RetryScheduled(delay_until=delay_until):
-            follows = f" and is retried at {_shown_time(delay_until)}"
+            follows = f" and is retried at {shown_time(delay_until)}"
         case TerminalFailed():
             level, follows = logging.ERROR, " for good"
         case None:
@@ -303,7 +303,7 @@ def _log_expiry(running: Running, answer: Expired | RetryScheduled | AlreadyTerm
     """Log what follows for a run that was stopped because its time was up."""
     match answer:
         case RetryScheduled(delay_until=delay_until):
-            retry_at = _shown_time(delay_until)
+            retry_at = shown_time(delay_until)
             log_about(running.claimed, logger, logging.INFO, "%s is retried at %s", running, retry_at)
         case Expired():
             log_expired(running)
@@ -313,11 +313,3 @@ def _log_success(running: Running) -> None:
     seconds = running.ended_at - running.claimed_at
     text = "%s succeeded in attempt %d, %.3f s after its claim"
     log_about(running.claimed, logger, logging.DEBUG, text, running, running.attempt, seconds)
-
-
-def _shown_time(milliseconds: int) -> str:
-    try:
-        return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(" ", "milliseconds")
-    except (OverflowError, ValueError, OSError):
-        # After the year 9999.
-        return f"{milliseconds} ms since the epoch"

@@ -11,9 +11,10 @@ from engine.core.test_keys import A, B, rotate
 from engine.state import refused, rounds
 from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine, second_engine
+from flowfabric.errors import SettingsError
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.key import HmacKids
-from flowfabric.settings import Settings, SettingsError
+from flowfabric.settings import Settings
 
 
 async def kids(settings: Settings) -> HmacKids:

@@ -169,7 +169,7 @@ async def test_a_delay_is_explained_with_its_end(explain: Explain, given: Given,
     assert found.summary == f"delayed until {shown(until)}"
     # A time beyond the calendar is shown in milliseconds.
     found = await explain(await given.created(delay_until=2**53 - 1))
-    assert found.summary == f"delayed until {2**53 - 1} ms"
+    assert found.summary == f"delayed until {2**53 - 1} ms since the epoch"
 
 
 async def test_a_retry_is_explained_with_the_failure_before_it(explain: Explain, given: Given, clock: Clock) -> None:
@@ -247,7 +247,7 @@ async def test_several_waitpoints_are_listed_in_the_order_of_their_bindings(
     waitpoints = signals_reason(found).waitpoints
     assert [(each.waitpoint_key, each.required_signal_names) for each in waitpoints] == [(key, ()) for key in keys]
     reaches = ", ".join(f"a signal reaches waitpoint '{key}'" for key in keys[:3])
-    assert found.summary == f"suspended until {reaches}, 2 more"
+    assert found.summary == f"suspended until {reaches} and 2 more"
 
 
 async def test_a_closed_waitpoint_is_not_listed(engine: Engine, explain: Explain, given: Given) -> None:

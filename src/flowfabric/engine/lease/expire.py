@@ -37,7 +37,7 @@ from flowfabric.model.lease import (
 )
 from flowfabric.model.policy import read_stored_policy
 from flowfabric.model.states import LifecyclePhase, OwnershipState
-from flowfabric.model.text import check_limit, check_range, check_text, shown, word_of
+from flowfabric.model.text import check_limit, check_range, check_text, listed, shown, word_of
 
 SQL = statements_beside(__file__)
 
@@ -275,8 +275,7 @@ def _expiry(row: Record, phase: ExpiryPhase) -> LeaseEnd:
 def _log_expired(expired: Sequence[ExecutionId]) -> None:
     """Log which executions a sweep has expired: no worker logs those that were waiting for one."""
     if expired:
-        more = f" and {len(expired) - MAX_LOGGED} more" if len(expired) > MAX_LOGGED else ""
-        logger.info("expired past their timeout or deadline: %s%s", ", ".join(expired[:MAX_LOGGED]), more)
+        logger.info("expired past their timeout or deadline: %s", listed(expired, most=MAX_LOGGED))
 
 
 _UNMARKED = {
