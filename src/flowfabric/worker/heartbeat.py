@@ -124,8 +124,14 @@ class Heartbeat:
     async def stop(self) -> None:
         """Stop the thread, or leave it behind after STOP_SECONDS."""
         loop, stopping, woken = self._started.result()
-        loop.call_soon_threadsafe(stopping.set)
-        loop.call_soon_threadsafe(woken.set)
+
+        def end() -> None:
+            stopping.set()
+            woken.set()
+
+        # In one call: the loop may end, and be closed, as soon as it has seen the first event.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(end)
         # Not joined in a thread of the event loop's executor: handlers may occupy all of them.
         await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=self.STOP_SECONDS)
 
