@@ -1,10 +1,12 @@
 """Every operation of the engine for the fault sweeps: how its subject is prepared, and the call."""
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureReason
@@ -37,6 +39,7 @@ from .preparations import (
     suspend_args,
     suspended,
     tagged,
+    waiting_for_run_signal,
     with_waitpoint,
 )
 from .scene import LEASE_MS, MINUTE, SECRET, WORKER, Subject
@@ -110,6 +113,12 @@ def _deliver(engine: Engine, subject: Subject, waitpoint_id: Any, token: Any) ->
         idempotency_key=subject.name,
         signal_id=subject.ids[2],
     )
+
+
+def _signal_run(engine: Engine, subject: Subject) -> Awaitable[object]:
+    fabric = Fabric()
+    fabric._engine, fabric._loop = engine, asyncio.get_running_loop()
+    return fabric.run(subject.execution_id).signal("wait", {}, id=subject.name, timeout=0)
 
 
 def _claim(engine: Engine, subject: Subject) -> Awaitable[object]:
@@ -255,6 +264,7 @@ def _service_operations() -> list[Operation]:
         lambda e, s: _deliver(e, s, s.pending.waitpoint_id, s.pending.hmac_token),
         "ahead of the wait",
     )
+    add("deliver_signal", waiting_for_run_signal, _signal_run, "by a run")
     add(
         "deliver_approval_signal",
         suspended,

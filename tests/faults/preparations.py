@@ -130,6 +130,11 @@ async def suspended(subject: Subject, **overrides: Any) -> None:
     subject.handle = outcome.handle
 
 
+async def waiting_for_run_signal(subject: Subject) -> None:
+    """An execution that waits for a signal with the name of its wait, as `ctx.wait_for_signal` does."""
+    await suspended(subject, resume_condition=Single(waitpoint_key="wait", matcher=ByName("wait")))
+
+
 async def past_wait_timeout(subject: Subject) -> None:
     """A suspended execution past the timeout of its wait."""
     await suspended(subject, timeout_at=await subject.clock.now() + MINUTE)

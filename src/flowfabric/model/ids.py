@@ -20,7 +20,6 @@ LaneId = NewType("LaneId", str)
 WorkerId = NewType("WorkerId", str)
 WorkerInstanceId = NewType("WorkerInstanceId", str)
 Namespace = NewType("Namespace", str)
-WaitpointKey = NewType("WaitpointKey", str)
 
 FlowId = NewType("FlowId", uuid.UUID)
 BudgetId = NewType("BudgetId", uuid.UUID)
