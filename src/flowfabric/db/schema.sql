@@ -10,7 +10,9 @@ create type blocking_reason as enum ('none', 'waiting_for_worker', 'waiting_for_
 
 create type eligibility_state as enum ('eligible_now', 'not_eligible_until_time', 'blocked_by_dependencies', 'blocked_by_budget', 'blocked_by_quota', 'blocked_by_route', 'blocked_by_lane_state', 'blocked_by_operator', 'not_applicable');
 
-create type event_kind as enum ('ended', 'acquired', 'renewed', 'released', 'expired', 'revoked', 'reclaimed', 'replay_initiated', 'operator_resumed');
+create type event_kind as enum ('ended', 'acquired', 'renewed', 'released', 'expired', 'revoked', 'reclaimed', 'replay_initiated', 'operator_resumed', 'signal', 'operator_action', 'tag_attached', 'tag_cleared');
+
+create type frame_mode as enum ('durable', 'summary', 'best_effort');
 
 create type keyed_operation as enum ('submit', 'suspend', 'signal');
 
@@ -140,6 +142,7 @@ create table event (
   flow_id uuid,
   instance_tag text,
   details jsonb,
+  tags jsonb,
   constraint event_is_of_one_or_many CHECK ((execution_id IS NULL) <> (execution_ids IS NULL)),
   constraint event_of_many_is_common CHECK (execution_ids IS NULL OR (kind = ANY (ARRAY['acquired'::event_kind, 'renewed'::event_kind, 'released'::event_kind])))) partition by RANGE (at);
 
@@ -256,6 +259,20 @@ create table execution_tag (
   key text not null,
   value text not null,
   constraint execution_tag_pkey PRIMARY KEY (partition_key, execution_id, key));
+
+create table feed_origin (
+  only_row boolean not null default true,
+  generation integer not null,
+  system_identifier bigint not null,
+  restored_event_id bigint not null,
+  constraint feed_origin_pkey PRIMARY KEY (only_row),
+  constraint feed_origin_has_one_row CHECK (only_row));
+
+create table feed_trim (
+  family text not null,
+  event_id bigint not null,
+  xid xid8 not null,
+  constraint feed_trim_pkey PRIMARY KEY (family));
 
 create table idempotency_key (
   partition_key smallint not null,
@@ -384,6 +401,60 @@ create table signing_key (
   constraint signing_key_pkey PRIMARY KEY (kid),
   constraint signing_key_current_lasts CHECK (NOT is_current OR expires_at IS NULL));
 
+create table stream (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  attempt_index integer not null,
+  attempt_id uuid not null,
+  created_at bigint not null,
+  last_ms bigint not null default 0,
+  last_seq integer not null default 0,
+  frame_count bigint not null default 0,
+  first_frame_no bigint not null default 1,
+  total_bytes bigint not null default 0,
+  last_frame_at bigint,
+  has_durable_frame boolean not null default false,
+  ema_rate_hz double precision,
+  last_append_ts_ms bigint,
+  maxlen_applied_last integer,
+  durability_mode text not null,
+  retention_maxlen integer not null,
+  retention_ttl_ms bigint,
+  closed_at bigint,
+  closed_reason text,
+  expires_at bigint,
+  constraint stream_pkey PRIMARY KEY (partition_key, execution_id, attempt_index),
+  constraint stream_closed_has_reason CHECK ((closed_at IS NULL) = (closed_reason IS NULL)))
+  with (fillfactor=50);
+
+create table stream_frame (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  attempt_index integer not null,
+  ms bigint not null,
+  seq integer not null,
+  frame_no bigint not null,
+  at bigint not null,
+  mode frame_mode not null,
+  frame_type text not null,
+  payload bytea storage e not null,
+  correlation_id text,
+  summary_version integer,
+  ttl_ms bigint,
+  constraint stream_frame_pkey PRIMARY KEY (partition_key, execution_id, attempt_index, ms, seq));
+
+create table stream_summary (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  attempt_index integer not null,
+  document bytea not null,
+  version integer not null,
+  patch_kind text not null,
+  first_applied_ms bigint not null,
+  last_updated_ms bigint not null,
+  constraint stream_summary_pkey PRIMARY KEY (partition_key, execution_id, attempt_index))
+  with (fillfactor=50);
+
 create table suspension (
   partition_key smallint not null,
   execution_id uuid not null,
@@ -479,9 +550,9 @@ CREATE INDEX claim_grant_due ON claim_grant USING btree (expires_at);
 
 CREATE INDEX event_feed ON ONLY event USING btree (xid, event_id);
 
-CREATE INDEX event_rare_execution ON ONLY event USING btree (execution_id, event_id) WHERE kind <> ALL (ARRAY['acquired'::event_kind, 'renewed'::event_kind, 'released'::event_kind, 'ended'::event_kind]);
+CREATE INDEX event_order ON ONLY event USING btree (event_id);
 
-CREATE INDEX event_rare_feed ON ONLY event USING btree (kind, xid, event_id) WHERE kind <> ALL (ARRAY['acquired'::event_kind, 'renewed'::event_kind, 'released'::event_kind, 'ended'::event_kind]);
+CREATE INDEX event_rare_order ON ONLY event USING btree (kind, event_id) WHERE kind <> ALL (ARRAY['acquired'::event_kind, 'renewed'::event_kind, 'released'::event_kind, 'ended'::event_kind]);
 
 CREATE INDEX execution_list ON execution USING btree (namespace_no, lane_no, created_at);
 
@@ -502,6 +573,8 @@ CREATE INDEX retained_mixed ON retained USING btree (partition_key) WHERE queue_
 CREATE INDEX signal_of_waitpoint ON signal USING btree (waitpoint_id, sequence);
 
 CREATE UNIQUE INDEX signing_key_current ON signing_key USING btree (is_current) WHERE is_current;
+
+CREATE INDEX stream_due ON stream USING btree (expires_at) WHERE expires_at IS NOT NULL;
 
 CREATE INDEX suspension_list ON suspension USING btree (suspended_at) WHERE close_reason IS NULL;
 
@@ -625,7 +698,8 @@ create view event_each as
     e.reason,
     e.flow_id,
     e.instance_tag,
-    e.details
+    e.details,
+    e.tags
    FROM event e
      LEFT JOIN LATERAL UNNEST(e.execution_ids, e.lease_ids) WITH ORDINALITY m(execution_id, lease_id, nth) ON true;
 

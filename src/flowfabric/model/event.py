@@ -19,6 +19,21 @@ class EventKind(StrEnum):
     RECLAIMED = "reclaimed"
     REPLAY_INITIATED = "replay_initiated"
     OPERATOR_RESUMED = "operator_resumed"
+    SIGNAL = "signal"
+    OPERATOR_ACTION = "operator_action"
+    """An action of an operator other than a resume; the reason is the type of the event."""
+    TAG_ATTACHED = "tag_attached"
+    TAG_CLEARED = "tag_cleared"
+
+
+class EventFamily(StrEnum):
+    """The feed that an event belongs to; also the name of the channel of its hints."""
+
+    COMPLETION = "completion"
+    LEASE = "lease_event"
+    SIGNAL = "signal_event"
+    OPERATOR = "operator_event"
+    INSTANCE_TAG = "instance_tag"
 
 
 class ReleaseReason(StrEnum):

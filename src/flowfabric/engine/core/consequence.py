@@ -55,6 +55,7 @@ class Attachment(IntFlag):
 
     GRANT = 1
     SUSPENSION = 2
+    STREAM = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,18 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 from flowfabric.db.database import Record
 from flowfabric.db.notify import EVERYTHING, Hints
 from flowfabric.engine.core.watermark import BAND_BITS, Watermarks
+from flowfabric.model.event import EventFamily
 from flowfabric.model.ids import ExecutionId
 
 _WORK = "work"
 _ENDED = "ended"
 _LOST = "lost"
+_STREAM = "stream"
 
 
 class LostReason(StrEnum):
@@ -62,6 +66,36 @@ OnLost = Callable[[Sequence[LostLease] | None], None]
 """Called with the leases that were lost, or with None if any lease may have been."""
 
 
+class Watchers:
+    """The waiters of this process for changes of named things: streams, or families of events."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, set[asyncio.Event]] = {}
+
+    @contextmanager
+    def watch(self, name: str) -> Iterator[asyncio.Event]:
+        """Yield an event that is set whenever the thing may have changed; clear it before each query."""
+        event = asyncio.Event()
+        self._events.setdefault(name, set()).add(event)
+        try:
+            yield event
+        finally:
+            watching = self._events[name]
+            watching.discard(event)
+            if not watching:
+                del self._events[name]
+
+    def wake(self, name: str) -> None:
+        """Wake the waiters for one thing."""
+        for event in self._events.get(name, ()):
+            event.set()
+
+    def wake_all(self) -> None:
+        """Wake every waiter."""
+        for name in self._events:
+            self.wake(name)
+
+
 class Wakeups:
     """Wakes the waiters of this process directly and those of other processes by a hint."""
 
@@ -77,9 +111,16 @@ class Wakeups:
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._wakes: dict[str, int] = {}
         self._on_lost: list[OnLost] = []
+        self.streams = Watchers()
+        """Waiters for frames, by execution id."""
+        self.feeds = Watchers()
+        """Waiters for events, by family."""
         hints.subscribe(_WORK, self._work_heard)
-        hints.subscribe(_ENDED, lambda _: self.ended_event.set())
+        hints.subscribe(_ENDED, self._ended_heard)
         hints.subscribe(_LOST, self._lost_heard)
+        hints.subscribe(_STREAM, self._stream_heard)
+        for family in EventFamily:
+            hints.subscribe(family.value, partial(self._events_heard, family))
 
     def work(self, found: Iterable[Work]) -> None:
         """Wake the claims that wait for work at these places."""
@@ -108,7 +149,20 @@ class Wakeups:
     def ended(self) -> None:
         """Wake the waiters for results: executions have ended."""
         self.ended_event.set()
+        self.feeds.wake(EventFamily.COMPLETION)
         self.hints.send(_ENDED)
+
+    def stream(self, execution_ids: Iterable[ExecutionId]) -> None:
+        """Wake the readers of streams that have grown or closed."""
+        for execution_id in execution_ids:
+            self.streams.wake(execution_id)
+            self.hints.send(_STREAM, execution_id)
+
+    def events(self, *families: EventFamily) -> None:
+        """Wake the feeds of these families: events were written."""
+        for family in families:
+            self.feeds.wake(family)
+            self.hints.send(family.value)
 
     def lost(self, leases: Sequence[LostLease]) -> None:
         """Notify the holders of leases that ended without their call."""
@@ -173,6 +227,20 @@ class Wakeups:
         self._call_on_lost(
             [LostLease(ExecutionId(each), int(epoch), LostReason(reason)) for each, epoch, reason in parts]
         )
+
+    def _ended_heard(self, _: list[str]) -> None:
+        self.ended_event.set()
+        self.feeds.wake(EventFamily.COMPLETION)
+
+    def _events_heard(self, family: EventFamily, _: list[str]) -> None:
+        self.feeds.wake(family)
+
+    def _stream_heard(self, words: list[str]) -> None:
+        if EVERYTHING in words:
+            self.streams.wake_all()
+            return
+        for word in words:
+            self.streams.wake(word)
 
     def _work_heard(self, words: list[str]) -> None:
         if EVERYTHING in words:

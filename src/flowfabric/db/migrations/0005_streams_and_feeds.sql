@@ -1,0 +1,111 @@
+-- compatible: yes
+-- Streams of attempts, and what the event feeds need: positions by event id, tags on events, and how far events were trimmed.
+
+create type frame_mode as enum ('durable', 'summary', 'best_effort');
+
+-- The stream of one attempt; its first frame creates it. An attempt's open stream is the bit 4 of execution.attached.
+create table stream (
+  partition_key       smallint not null,
+  execution_id        uuid     not null,
+  attempt_index       integer  not null,
+  attempt_id          uuid     not null,
+  created_at          bigint   not null,
+  -- The id of the newest frame.
+  last_ms             bigint   not null default 0,
+  last_seq            integer  not null default 0,
+  -- Frames are numbered from 1. Frames below first_frame_no are hidden, and deleted later.
+  frame_count         bigint   not null default 0,
+  first_frame_no      bigint   not null default 1,
+  total_bytes         bigint   not null default 0,
+  last_frame_at       bigint,
+  has_durable_frame   boolean  not null default false,
+  -- The size of the window of best-effort frames; last_append_ts_ms is the time of the last best-effort frame.
+  ema_rate_hz         float8,
+  last_append_ts_ms   bigint,
+  maxlen_applied_last integer,
+  -- The stream policy of the execution.
+  durability_mode     text     not null,
+  retention_maxlen    integer  not null,
+  retention_ttl_ms    bigint,
+  closed_at           bigint,
+  closed_reason       text,
+  -- When all frames are hidden, and then deleted.
+  expires_at          bigint,
+  constraint stream_pkey primary key (partition_key, execution_id, attempt_index),
+  constraint stream_closed_has_reason check ((closed_at is null) = (closed_reason is null))
+) with (fillfactor = 50);
+create index stream_due on stream (expires_at) where expires_at is not null;
+
+create table stream_frame (
+  partition_key   smallint   not null,
+  execution_id    uuid       not null,
+  attempt_index   integer    not null,
+  ms              bigint     not null,
+  seq             integer    not null,
+  frame_no        bigint     not null,
+  at              bigint     not null,
+  mode            frame_mode not null,
+  frame_type      text       not null,
+  payload         bytea      not null,
+  correlation_id  text,
+  summary_version integer,
+  ttl_ms          bigint,
+  constraint stream_frame_pkey primary key (partition_key, execution_id, attempt_index, ms, seq)
+);
+alter table stream_frame alter column payload set storage external;
+
+-- The document that the summary frames of a stream were merged into, as JSON text in UTF-8.
+create table stream_summary (
+  partition_key    smallint not null,
+  execution_id     uuid     not null,
+  attempt_index    integer  not null,
+  document         bytea    not null,
+  version          integer  not null,
+  patch_kind       text     not null,
+  first_applied_ms bigint   not null,
+  last_updated_ms  bigint   not null,
+  constraint stream_summary_pkey primary key (partition_key, execution_id, attempt_index)
+) with (fillfactor = 50);
+
+alter type event_kind add value 'signal';
+alter type event_kind add value 'operator_action';
+alter type event_kind add value 'tag_attached';
+alter type event_kind add value 'tag_cleared';
+
+-- The tags of the execution when the event was written, for the filters of feeds; null if it had none.
+alter table event add column tags jsonb;
+
+-- Feeds read events in the order of their ids. Events of an uncommitted transaction may get lower ids than visible ones: they are
+-- found by event_feed. Events of rare kinds are found without reading the events of the other kinds.
+drop index event_rare_feed;
+drop index event_rare_execution;
+create index event_order on event (event_id);
+create index event_rare_order on event (kind, event_id)
+  where kind not in ('acquired', 'renewed', 'released', 'ended');
+
+create or replace view event_each as
+  select e.event_id, m.nth, e.xid, e.at, e.kind, e.partition_key, coalesce(e.execution_id, m.execution_id) as execution_id,
+         e.namespace_no, e.attempt_index, coalesce(e.lease_id, m.lease_id) as lease_id, e.lease_epoch,
+         coalesce(e.attempt_id, e.lease_id, m.lease_id) as attempt_id, e.worker_no, e.outcome, e.reason, e.flow_id, e.instance_tag,
+         e.details, e.tags
+    from event e
+    left join lateral unnest(e.execution_ids, e.lease_ids) with ordinality as m(execution_id, lease_id, nth) on true;
+
+-- The newest events that were trimmed, per family of events: a cursor that may need them is refused.
+create table feed_trim (
+  family   text   not null,
+  event_id bigint not null,
+  xid      xid8   not null,
+  constraint feed_trim_pkey primary key (family)
+);
+
+-- The server that the transaction ids of the events come from. After a restore on another server they mean nothing: all events up
+-- to restored_event_id are then in the past, and cursors from before continue by event id.
+create table feed_origin (
+  only_row          boolean not null default true,
+  generation        integer not null,
+  system_identifier bigint  not null,
+  restored_event_id bigint  not null,
+  constraint feed_origin_pkey primary key (only_row),
+  constraint feed_origin_has_one_row check (only_row)
+);
