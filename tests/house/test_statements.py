@@ -215,6 +215,9 @@ KINDS = {
     "renew_leases": {EventKind.RENEWED},
     "complete_leases": {EventKind.RELEASED},
     "end_leases": {EventKind.RELEASED, EventKind.ENDED, EventKind.EXPIRED},
+    "insert_deliveries": {EventKind.SIGNAL},
+    "insert_alike": {EventKind.TAG_ATTACHED},
+    "insert_executions": {EventKind.TAG_ATTACHED},
 }
 """The kinds of events that statements write; resume_locked and set_tags take the kind from a parameter or a list."""
 
