@@ -1,0 +1,1 @@
+"""The streams of attempts: appending frames, closing streams, and deleting their frames."""
