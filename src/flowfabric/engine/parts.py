@@ -34,6 +34,7 @@ from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
 from flowfabric.engine.store import Store
 from flowfabric.engine.stream.append import Streams
+from flowfabric.engine.stream.close import end_streams
 from flowfabric.engine.wait.close import close_suspensions
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.engine.wait.resume import Resumes
@@ -44,6 +45,7 @@ from flowfabric.engine.wait.waitpoint import Waitpoints
 CONSEQUENCES: Mapping[Attachment, Consequence] = {
     Attachment.GRANT: delete_grants,
     Attachment.SUSPENSION: close_suspensions,
+    Attachment.STREAM: end_streams,
 }
 """What to do for each kind of attachment when the lease or the execution ends."""
 
