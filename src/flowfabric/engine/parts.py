@@ -35,6 +35,7 @@ from flowfabric.engine.read.view import View
 from flowfabric.engine.store import Store
 from flowfabric.engine.stream.append import Streams
 from flowfabric.engine.stream.close import end_streams
+from flowfabric.engine.stream.expire import StreamExpiry
 from flowfabric.engine.wait.close import close_suspensions
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.engine.wait.resume import Resumes
@@ -95,6 +96,7 @@ class Parts:
             )
         )
         streams = services.add(Streams(store))
+        self.stream_expiry = services.add(StreamExpiry(store))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         self.event_partitions = services.add(EventPartitions(store))
