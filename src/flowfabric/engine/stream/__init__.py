@@ -1,0 +1,1 @@
+"""Streams: appending frames, closing, reading and following."""
