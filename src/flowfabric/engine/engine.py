@@ -27,6 +27,7 @@ from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
+from flowfabric.engine.stream.append import Streams
 from flowfabric.engine.stream.tail import Tails
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.engine.wait.resume import Resumes
@@ -102,6 +103,7 @@ class Engine:
     expire_suspension = operation(SuspensionTimeouts.expire_suspension)
 
     # Streams: frames and summaries.
+    append_frame = operation(Streams.append_frame)
     read_stream = operation(Tails.read_stream)
     tail_stream = operation(Tails.tail_stream)
     read_summary = operation(Tails.read_summary)

@@ -33,6 +33,7 @@ from flowfabric.engine.read.explain import Explain
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
 from flowfabric.engine.store import Store
+from flowfabric.engine.stream.append import Streams
 from flowfabric.engine.stream.tail import Tails
 from flowfabric.engine.wait.close import close_suspensions
 from flowfabric.engine.wait.deliver import Signals
@@ -92,6 +93,7 @@ class Parts:
                 Quarantine(settings.pending_wp_expiry_interval_s),
             )
         )
+        streams = services.add(Streams(store))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         self.tails = services.add(
@@ -108,7 +110,7 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
-        drained = (submit, self.signals, suspend, lease_ends, renewals)
+        drained = (submit, self.signals, suspend, streams, lease_ends, renewals)
         self.shutdown = services.add(Shutdown(claims, results, self.tails, [service.drain for service in drained]))
 
     @property

@@ -1,1 +1,1 @@
-"""Streams: appending frames, closing, reading and following."""
+"""Streams of attempts: appending frames, closing, reading and following, and deleting frames."""
