@@ -36,6 +36,7 @@ from flowfabric.engine.store import Store
 from flowfabric.engine.stream.append import Streams
 from flowfabric.engine.stream.close import end_streams
 from flowfabric.engine.stream.expire import StreamExpiry
+from flowfabric.engine.stream.tail import Tails
 from flowfabric.engine.wait.close import close_suspensions
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.engine.wait.resume import Resumes
@@ -99,6 +100,14 @@ class Parts:
         self.stream_expiry = services.add(StreamExpiry(store))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
+        self.tails = services.add(
+            Tails(
+                store,
+                results,
+                pool_size=settings.database_pool_size,
+                max_operations=settings.max_concurrent_stream_ops,
+            )
+        )
         self.event_partitions = services.add(EventPartitions(store))
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))
@@ -106,7 +115,7 @@ class Parts:
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
         drained = (submit, self.signals, suspend, streams, lease_ends, renewals)
-        self.shutdown = services.add(Shutdown(claims, results, [service.drain for service in drained]))
+        self.shutdown = services.add(Shutdown(claims, results, self.tails, [service.drain for service in drained]))
 
     @property
     def store(self) -> Store:

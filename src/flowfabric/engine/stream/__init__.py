@@ -1,1 +1,1 @@
-"""The streams of attempts: appending frames, closing streams, and deleting their frames."""
+"""Streams of attempts: appending frames, closing, reading and following, and deleting frames."""
