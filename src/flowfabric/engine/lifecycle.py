@@ -23,6 +23,7 @@ from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.store import SQL, Rules, Store, error_of
+from flowfabric.engine.stream.tail import Tails
 from flowfabric.model.errors import EngineError, TransportError, error, reason_of
 from flowfabric.model.ids import LaneId, Partitions
 from flowfabric.model.seal import Seals
@@ -285,9 +286,12 @@ class Lifecycle:
 class Shutdown:
     """Ends waits and drains the calls in progress before a process stops or the engine closes."""
 
-    def __init__(self, claims: Claim, results: Results, drains: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    def __init__(
+        self, claims: Claim, results: Results, tails: Tails, drains: Sequence[Callable[[], Awaitable[None]]]
+    ) -> None:
         self._claims = claims
         self._results = results
+        self._tails = tails
         self._drains = drains
 
     async def shutdown_prepare(self, grace_ms: int) -> None:
@@ -299,9 +303,10 @@ class Shutdown:
         began = time.monotonic()
         self._claims.refuse_waits()
         self._results.refuse()
+        self._tails.refuse()
         try:
             async with asyncio.timeout(grace_ms / 1000):
-                for drain in (self._claims.wait_idle, *self._drains):
+                for drain in (self._claims.wait_idle, self._tails.drain, *self._drains):
                     await drain()
         except TimeoutError:
             elapsed_ms = round((time.monotonic() - began) * 1000)
@@ -309,10 +314,11 @@ class Shutdown:
 
     async def close(self) -> None:
         """End waits and finish the calls in progress; abandon those that take longer than DRAIN_SECONDS."""
+        self._tails.refuse()
         await self._results.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
-                for drain in (self._claims.drain, *self._drains):
+                for drain in (self._claims.drain, self._tails.drain, *self._drains):
                     await drain()
 
 
