@@ -70,7 +70,7 @@ class Lifecycle:
         )
         """Identifies the store: equal for every engine of this process on the same store."""
         self.hints = Hints(database, polls_only=not settings.listen)
-        self.store = Store(
+        self.store: Store = Store(
             database,
             self.hints,
             Rules(
@@ -82,6 +82,7 @@ class Lifecycle:
                 retention_ms=settings.retention_ms,
                 feed_retention_ms=settings.feed_retention_ms,
             ),
+            first=None if first is None else first.store,
         )
         self.keys: Keys = Keys(self.store, Seals(settings.secret_keys), {} if first is None else first.keys.known)
 

@@ -27,6 +27,7 @@ from flowfabric.engine.wait.signal_batch import (
 from flowfabric.engine.wait.token_stamps import TokenStamps
 from flowfabric.model.delivery import DeliveryTarget, RefusedToken, Waitpoint
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.event import EventFamily
 from flowfabric.model.handle import Handle, check_handle
 from flowfabric.model.ids import (
     ExecutionId,
@@ -82,11 +83,12 @@ class SignalTarget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """The outcomes of each batch, the resumed executions and the refused tokens."""
+    """The outcomes of each batch, the resumed executions, the refused tokens and whether events were written."""
 
     answers: Sequence[list[Delivered | EngineError]] = ()
     resumed: Sequence[Record] = ()
     refused: Sequence[RefusedToken] = ()
+    has_events: bool = False
 
 
 class Signals:
@@ -384,7 +386,9 @@ class Signals:
         return answers
 
     def _after_commit(self, outcome: "_Outcome") -> None:
-        self._resumes.after_commit(outcome.resumed)
+        self._resumes.after_commit(outcome.resumed, SATISFIED)
+        if outcome.has_events:
+            self._store.wakeups.events(EventFamily.SIGNAL)
         self._stamps.note(outcome.refused)
 
     def _close(self, batch: SignalBatch) -> None:
@@ -416,7 +420,8 @@ class Signals:
             ]
             for target, (batch, _) in zip(targets, locked, strict=True)
         ]
-        if any(each.recorded for each in targets):
+        has_events = any(each.delivered for each in targets)
+        if has_events:
             await transaction.fetch(SQL.insert_deliveries, now=rows[0]["now"], **write_columns(targets))
         if overflow := overflow_columns(targets):
             await transaction.fetch(SQL.take_overflow, **overflow)
@@ -425,6 +430,7 @@ class Signals:
             answers=answers,
             resumed=await self._resumes.within(transaction, resumes, SATISFIED) if resumes else [],
             refused=[token for each in targets for token in each.refused],
+            has_events=has_events,
         )
 
     @staticmethod

@@ -82,8 +82,8 @@ select i.nth, g.signal_id, g.signal_name, g.waitpoint_key, g.source_type, g.sour
 
 -- name: insert_deliveries
 -- Inserts accepted signals in order, updates the signal counts of their waitpoints and the satisfiers of their suspensions,
--- and stores their idempotency keys. Only the executions are locked, so other rows are updated by key, not by ctid: another
--- writer may commit a newer version of them.
+-- stores their idempotency keys, and writes an event for each accepted signal and each duplicate. Only the executions are locked,
+-- so other rows are updated by key, not by ctid: another writer may commit a newer version of them.
 -- `= any(array[partition])` keeps the planner from scanning a whole index and joining the parameters to it. A column whose
 -- values are all equal may be passed as one element.
 with recorded as (
@@ -126,6 +126,21 @@ waiting as (
     from unnest(:waiting_partitions::smallint[], :waiting_executions::uuid[], :waiting_suspensions::uuid[], :satisfiers::text[])
          as i(partition_key, execution_id, suspension_id, satisfiers)
    where s.partition_key = any(array[i.partition_key]) and s.execution_id = i.execution_id and s.suspension_id = i.suspension_id
+),
+inserted_events as (
+  insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, flow_id, instance_tag, details, tags)
+  select :now, i.execution_id, i.partition_key, 'signal', e.namespace_no, nullif(e.attempt_count, 0) - 1, e.flow_id, e.instance_tag,
+         i.details::jsonb,
+         case when e.has_tags then (
+           select jsonb_object_agg(t.key, t.value) from execution_tag t
+            where t.partition_key = i.partition_key and t.execution_id = i.execution_id) end
+    from unnest(:event_partitions::smallint[], :event_executions::uuid[], :event_details::text[])
+         with ordinality as i(partition_key, execution_id, details, nth)
+   cross join lateral (
+         select e.namespace_no, e.attempt_count, e.flow_id, e.instance_tag, e.has_tags from execution e
+          where e.partition_key = i.partition_key and e.execution_id = i.execution_id
+         offset 0) e
+   order by i.nth
 )
 insert into idempotency_key (partition_key, operation, scope, key, expires_at, subject_partition, subject_id)
 select i.partition_key, 'signal', i.waitpoint_id, i.key, i.expires_at, i.partition_key, i.signal_id
