@@ -5,6 +5,7 @@ from typing import Protocol
 
 from flowfabric.engine.core.consequence import Attachment, Consequence, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.event.partitions import EventPartitions
 from flowfabric.engine.execution.cancel import Cancel
 from flowfabric.engine.execution.create import Create
@@ -93,6 +94,7 @@ class Parts:
         )
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
+        feeds = services.add(Feeds(store))
         self.event_partitions = services.add(EventPartitions(store))
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))
@@ -100,7 +102,7 @@ class Parts:
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
         drained = (submit, self.signals, suspend, lease_ends, renewals)
-        self.shutdown = services.add(Shutdown(claims, results, [service.drain for service in drained]))
+        self.shutdown = services.add(Shutdown(claims, (results, feeds), [service.drain for service in drained]))
 
     @property
     def store(self) -> Store:

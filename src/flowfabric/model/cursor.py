@@ -1,9 +1,9 @@
 """Positions in the events of a store, and the cursors that hold them.
 
-Events become visible when they are committed, which is not in the order of their ids. A position therefore holds, besides
-an event id, the transactions that were in progress when the events up to that id were read: their events are still to
-come. Events are read in windows. A window is what became visible from one snapshot to the next: first the late events,
-with ids up to `floor`, of the transactions that were in progress before; then all events with higher ids.
+Events become visible when they are committed, which is not in the order of their ids. So a position holds, besides an
+event id, the transactions that were in progress when the events up to that id were read: their events may still come.
+Events are read in windows. A window is what became visible from one snapshot to the next: first the late events, with
+ids up to `floor`, of the transactions that were in progress before; then all events with higher ids.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class Position:
     family: EventFamily
     generation: int
     """The number of the server that the newest snapshot is from."""
+    origin: int
+    """A checksum of the name of that server."""
     trims: int
     """How often events had been deleted; none of those deleted so far were needed."""
     floor: int
@@ -95,18 +97,9 @@ class Position:
     """How many executions of that event were read; 0 means all."""
 
     @classmethod
-    def oldest(cls, family: EventFamily, *, generation: int, trims: int) -> Position:
-        """The position before all stored events."""
-        return cls(family=family, generation=generation, trims=trims, floor=0, before=NOTHING_IN_PROGRESS)
-
-    @classmethod
-    def now(
-        cls, family: EventFamily, snapshot: Snapshot, *, generation: int, trims: int, newest: int
-    ) -> Position:
-        """The position after all events visible in a snapshot."""
-        return cls(
-            family=family, generation=generation, trims=trims, floor=newest, before=snapshot, newest=newest, last=newest
-        )
+    def oldest(cls, family: EventFamily) -> Position:
+        """The position before all events of a new store."""
+        return cls(family=family, generation=0, origin=0, trims=0, floor=0, before=NOTHING_IN_PROGRESS)
 
     @property
     def after(self) -> int:
@@ -118,26 +111,27 @@ class Position:
         """Whether late events of the window may still be unread."""
         return self.window is not None and self.after < self.floor
 
-    def opened(self, window: Snapshot, *, generation: int, newest: int) -> Position:
+    def opened(self, window: Snapshot, *, newest: int) -> Position:
         """The position at the start of a window."""
         has_late = self.before.first_ended_by(window) is not None
         return replace(
             self,
-            generation=generation,
             window=window,
             newest=max(newest, self.floor),
             last=0 if has_late else self.floor,
             nth=0,
         )
 
+    def past_late_events(self) -> Position:
+        """The position after the late events of the window."""
+        return replace(self, last=self.floor, nth=0)
+
     def closed(self) -> Position:
         """The position at the end of a window."""
         assert self.window is not None
-        return replace(
-            self, floor=self.newest, before=self.window, window=None, last=self.newest, nth=0
-        )
+        return replace(self, floor=self.newest, before=self.window, window=None, last=self.newest, nth=0)
 
-    def rewound(self, event_id: int, *, generation: int) -> Position:
+    def rewound(self, event_id: int) -> Position:
         """The position in a store that was restored from a dump whose newest event has this id.
 
         Events that this position has passed and the dump does not contain are gone; new ones get their ids.
@@ -145,7 +139,6 @@ class Position:
         is_beyond = self.last > event_id
         return replace(
             self,
-            generation=generation,
             floor=min(self.floor, event_id),
             newest=min(self.newest, event_id),
             last=event_id if is_beyond else self.last,
@@ -171,7 +164,13 @@ class CursorWriter:
 
     def __init__(self, position: Position) -> None:
         data = bytearray((_PREFIX, _FORM_POSITION, _FAMILIES.index(position.family)))
-        numbers = [position.generation, position.trims, position.floor, *_snapshot_numbers(position.before)]
+        numbers = [
+            position.generation,
+            position.origin,
+            position.trims,
+            position.floor,
+            *_snapshot_numbers(position.before),
+        ]
         if position.window is None:
             numbers.append(0)
         else:
@@ -231,13 +230,14 @@ def decode_cursor(cursor: bytes, family: EventFamily) -> Position | None:
 
 
 def _read_position(family: EventFamily, numbers: Iterator[int]) -> Position:
-    generation, trims, floor = next(numbers), next(numbers), next(numbers)
+    generation, origin, trims, floor = next(numbers), next(numbers), next(numbers), next(numbers)
     before = _read_snapshot(numbers)
     window = _read_snapshot(numbers) if next(numbers) else None
     newest = floor if window is None else next(numbers)
     return Position(
         family=family,
         generation=generation,
+        origin=origin,
         trims=trims,
         floor=floor,
         before=before,
