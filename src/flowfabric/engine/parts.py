@@ -5,6 +5,7 @@ from typing import Protocol
 
 from flowfabric.engine.core.consequence import Attachment, Consequence, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.event.partitions import EventPartitions
 from flowfabric.engine.execution.cancel import Cancel
 from flowfabric.engine.execution.create import Create
@@ -33,6 +34,10 @@ from flowfabric.engine.read.explain import Explain
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
 from flowfabric.engine.store import Store
+from flowfabric.engine.stream.append import Streams
+from flowfabric.engine.stream.close import end_streams
+from flowfabric.engine.stream.expire import StreamExpiry
+from flowfabric.engine.stream.tail import Tails
 from flowfabric.engine.wait.close import close_suspensions
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.engine.wait.resume import Resumes
@@ -43,6 +48,7 @@ from flowfabric.engine.wait.waitpoint import Waitpoints
 CONSEQUENCES: Mapping[Attachment, Consequence] = {
     Attachment.GRANT: delete_grants,
     Attachment.SUSPENSION: close_suspensions,
+    Attachment.STREAM: end_streams,
 }
 """What to do for each kind of attachment when the lease or the execution ends."""
 
@@ -91,16 +97,28 @@ class Parts:
                 Quarantine(settings.pending_wp_expiry_interval_s),
             )
         )
+        streams = services.add(Streams(store))
+        self.stream_expiry = services.add(StreamExpiry(store))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
+        self.tails = services.add(
+            Tails(
+                store,
+                results,
+                pool_size=settings.database_pool_size,
+                max_operations=settings.max_concurrent_stream_ops,
+            )
+        )
+        feeds = services.add(Feeds(store))
         self.event_partitions = services.add(EventPartitions(store))
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
-        drained = (submit, self.signals, suspend, lease_ends, renewals)
-        self.shutdown = services.add(Shutdown(claims, results, [service.drain for service in drained]))
+        drained = (self.tails, submit, self.signals, suspend, streams, lease_ends, renewals)
+        waits = (results, self.tails, feeds)
+        self.shutdown = services.add(Shutdown(claims, waits, [service.drain for service in drained]))
 
     @property
     def store(self) -> Store:
