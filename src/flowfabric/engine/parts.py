@@ -34,6 +34,8 @@ from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
 from flowfabric.engine.store import Store
 from flowfabric.engine.stream.append import Streams
+from flowfabric.engine.stream.close import end_streams
+from flowfabric.engine.stream.expire import StreamExpiry
 from flowfabric.engine.stream.tail import Tails
 from flowfabric.engine.wait.close import close_suspensions
 from flowfabric.engine.wait.deliver import Signals
@@ -45,6 +47,7 @@ from flowfabric.engine.wait.waitpoint import Waitpoints
 CONSEQUENCES: Mapping[Attachment, Consequence] = {
     Attachment.GRANT: delete_grants,
     Attachment.SUSPENSION: close_suspensions,
+    Attachment.STREAM: end_streams,
 }
 """What to do for each kind of attachment when the lease or the execution ends."""
 
@@ -94,6 +97,7 @@ class Parts:
             )
         )
         streams = services.add(Streams(store))
+        self.stream_expiry = services.add(StreamExpiry(store))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         self.tails = services.add(
