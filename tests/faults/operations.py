@@ -37,6 +37,7 @@ from .preparations import (
     registration,
     resumable,
     resume_granted,
+    streamed,
     suspend_args,
     suspended,
     tagged,
@@ -333,6 +334,15 @@ def _reads() -> list[Operation]:
     add("list_pending_waitpoints", suspended, lambda e, s: e.list_pending_waitpoints(execution_id=s.execution_id))
     add("list_suspended", suspended, lambda e, _: e.list_suspended())
     add("observe_signals", suspended, lambda e, s: e.observe_signals(s.handle))
+    add("read_stream", streamed, lambda e, s: e.read_stream(s.execution_id, 0))
+    add("tail_stream", streamed, lambda e, s: e.tail_stream(s.execution_id, 0, block_ms=1000))
+    add(
+        "tail_stream",
+        streamed,
+        lambda e, s: e.tail_stream(s.execution_id, 0, after="9999999999999-0", block_ms=50),
+        "until the end of its wait",
+    )
+    add("read_summary", streamed, lambda e, s: e.read_summary(s.execution_id, 0))
     add("get_execution_tag", tagged, lambda e, s: e.get_execution_tag(s.execution_id, "app.key"))
     add("explain", created, lambda e, s: e.explain(s.execution_id))
     add("list_waitpoint_hmac_kids", nothing, lambda e, _: e.list_waitpoint_hmac_kids())
