@@ -24,6 +24,8 @@ from textwrap import indent
 from typing import Any, NamedTuple
 
 import pytest
+from pydantic import AliasChoices
+from pydantic.fields import FieldInfo
 
 import flowfabric
 from flowfabric import conditions, outcomes
@@ -276,11 +278,17 @@ def test_a_broken_link_would_be_found() -> None:
 # What is listed is what there is.
 
 
+def variables_of(name: str, field: FieldInfo) -> list[str]:
+    """The variables of a setting; a page lists the first one."""
+    alias = field.validation_alias
+    return [*map(str, alias.choices)] if isinstance(alias, AliasChoices) else [str(alias or f"{PREFIX}{name.upper()}")]
+
+
 def variables() -> dict[str, str]:
     """The variable of every setting, with its default as its page writes it."""
     found = {}
     for name, field in Settings.model_fields.items():
-        variable = str(field.validation_alias or f"{PREFIX}{name.upper()}")
+        variable, *_ = variables_of(name, field)
         match field.default:
             case None:
                 found[variable] = "unset"
@@ -299,7 +307,9 @@ def test_the_page_of_settings_lists_each_with_its_default() -> None:
 
 
 def test_every_variable_a_page_names_is_a_setting() -> None:
-    known = set(variables()) | set(_VARIABLE.findall((ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")))
+    known = {each for name, field in Settings.model_fields.items() for each in variables_of(name, field)} | set(
+        _VARIABLE.findall((ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"))
+    )
     named = {relative(page): set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) for page in PAGES}
     assert {page: names - known for page, names in named.items() if names - known} == {}
 

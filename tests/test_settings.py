@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import SecretStr, ValidationError
+from pydantic import AliasChoices, SecretStr, ValidationError
 
 from flowfabric.errors import SettingsError
 from flowfabric.settings import Settings, SettingsFields
@@ -44,6 +44,7 @@ def test_without_variables_the_defaults_apply() -> None:
             "suspension_timeout_interval_s": 2,
             "pending_wp_expiry_interval_s": 5,
             "retention_trimmer_interval_s": 60,
+            "max_concurrent_stream_ops": None,
         }.items()
     )
 
@@ -64,6 +65,9 @@ def test_without_variables_the_defaults_apply() -> None:
         ("FF_LEASE_RENEWAL_EVENTS", "false", "lease_renewal_events", False),
         ("FF_CALLBACK_URL", "https://app.example/callbacks", "callback_url", "https://app.example/callbacks"),
         ("FF_CALLBACK_URL", "", "callback_url", None),
+        ("FF_MAX_CONCURRENT_STREAM_OPS", "8", "max_concurrent_stream_ops", 8),
+        ("FF_MAX_CONCURRENT_STREAM_OPS", "", "max_concurrent_stream_ops", None),
+        ("FF_MAX_CONCURRENT_TAIL", "8", "max_concurrent_stream_ops", 8),
         ("FF_LEASE_EXPIRY_INTERVAL_MS", "200", "lease_expiry_interval_ms", 200),
     ],
 )
@@ -137,6 +141,10 @@ def test_an_invalid_value_from_code_is_refused_with_the_name_of_its_variable() -
         ({"retention_ms": 1.5}, "FF_RETENTION_MS=1.5: must be a whole number of at least 1"),
         ({"retention_ms": float("inf")}, "FF_RETENTION_MS=inf: must be a whole number of at least 1"),
         ({"retention_ms": None}, "FF_RETENTION_MS=None: must be a whole number of at least 1"),
+        (
+            {"max_concurrent_stream_ops": 0},
+            "FF_MAX_CONCURRENT_STREAM_OPS=0: must be a whole number of at least 1",
+        ),
         ({"submit_patience_ms": -1}, "FF_SUBMIT_PATIENCE_MS=-1: must be a whole number of at least 0"),
         ({"flow_partitions": 32769}, "FF_FLOW_PARTITIONS=32769: must be a whole number from 1 to 32768"),
         ({"listen": "loud"}, "FF_LISTEN=loud: must be true or false"),
@@ -155,6 +163,19 @@ def test_an_error_says_what_the_value_must_be(given: dict[str, Any], message: st
     with pytest.raises(SettingsError) as refused:
         Settings(**given)
     assert str(refused.value) == message
+
+
+def test_of_two_variables_of_a_setting_the_first_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FF_MAX_CONCURRENT_TAIL", "5")
+    monkeypatch.setenv("FF_MAX_CONCURRENT_STREAM_OPS", "6")
+    assert Settings().max_concurrent_stream_ops == 6
+    assert Settings(max_concurrent_stream_ops=7).max_concurrent_stream_ops == 7
+
+
+def test_an_invalid_value_is_refused_with_the_name_of_the_variable_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FF_MAX_CONCURRENT_TAIL", "many")
+    with pytest.raises(SettingsError, match="FF_MAX_CONCURRENT_TAIL=many: must be a whole number of at least 1"):
+        Settings()
 
 
 def test_one_error_lists_all_invalid_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +335,8 @@ def test_known_variables_are_not_logged(monkeypatch: pytest.MonkeyPatch, caplog:
     values = {"FF_HOME": "x", "FF_SCHEMA": "x", "FF_TEST_POSTGRES": "18", "FF_TEST_DATABASE_URL": "x"}
     for name, field in Settings.model_fields.items():
         value = field.default
-        variable = str(field.validation_alias or f"FF_{name.upper()}")
+        alias = field.validation_alias
+        variable = str(alias.choices[0] if isinstance(alias, AliasChoices) else alias or f"FF_{name.upper()}")
         values.setdefault(
             variable, "" if value is None else ",".join(value) if isinstance(value, tuple) else str(value)
         )

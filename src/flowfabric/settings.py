@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self, TypedDict, Unpack
 from urllib.parse import unquote
 
 from pydantic import (
+    AliasChoices,
     Field,
     ModelWrapValidatorHandler,
     SecretStr,
@@ -87,6 +88,7 @@ class SettingsFields(TypedDict, total=False):
     secret_key: SecretStr | str | None
     secret_key_old: SecretStr | str | None
     callback_url: str | None
+    max_concurrent_stream_ops: int | None
     lease_expiry_interval_ms: int
     delayed_promoter_interval_ms: int
     attempt_timeout_interval_s: int
@@ -122,6 +124,10 @@ class Settings(BaseSettings):
     secret_key: SecretStr | None = None
     secret_key_old: SecretStr | None = None
     callback_url: str | None = None
+    max_concurrent_stream_ops: Annotated[
+        int | None,
+        Field(ge=1, validation_alias=AliasChoices("FF_MAX_CONCURRENT_STREAM_OPS", "FF_MAX_CONCURRENT_TAIL")),
+    ] = None
     lease_expiry_interval_ms: Count = 1_500
     delayed_promoter_interval_ms: Count = 750
     attempt_timeout_interval_s: Count = 2
@@ -180,6 +186,11 @@ class Settings(BaseSettings):
         if home == "":
             raise ValueError("must name a folder; leave it unset to use .flowfabric")
         return home
+
+    @field_validator("max_concurrent_stream_ops", mode="before")
+    @classmethod
+    def _unset_if_empty(cls, value: object) -> object:
+        return None if value == "" else value
 
     @field_validator("schema_name")
     @classmethod
@@ -246,15 +257,18 @@ def _masked(url: str) -> str:
 
 def _message(settings: type[Settings], error: ErrorDetails) -> str:
     name, value = str(error["loc"][0]), error["input"]
-    field = settings.model_fields.get(name)
-    if field is None and not name.startswith(PREFIX):
+    fields = settings.model_fields.items()
+    found = next((each for each in fields if name == each[0] or name in _variables(*each)), None)
+    if found is None:
         return f"there is no setting {name}{did_you_mean(name, settings.model_fields)}"
-    variable = name if field is None else _variable(name, field)
+    field = found[1]
+    # Pydantic names the first variable of a setting, whichever has the value.
+    variable = next((each for each in _variables(*found) if each in os.environ), _variables(*found)[0])
     shown = "" if variable in _NEVER_SHOWN else f"={value}" if str(value).strip() else f"={str(value)!r}"
     return f"{variable}{shown}: {_requirement(error, field)}"
 
 
-def _requirement(error: ErrorDetails, field: FieldInfo | None) -> str:
+def _requirement(error: ErrorDetails, field: FieldInfo) -> str:
     """What the value of a field must be, in our words for the kinds of errors that have Pydantic's."""
     kind = error["type"]
     if kind.startswith("int_") or kind in ("greater_than_equal", "less_than_equal", "finite_number"):
@@ -264,8 +278,8 @@ def _requirement(error: ErrorDetails, field: FieldInfo | None) -> str:
     return _REQUIREMENTS.get(kind) or error["msg"].removeprefix("Value error, ")
 
 
-def _bounds(field: FieldInfo | None) -> str:
-    rules = [] if field is None else field.metadata
+def _bounds(field: FieldInfo) -> str:
+    rules = field.metadata
     least = next((rule.ge for rule in rules if hasattr(rule, "ge")), None)
     most = next((rule.le for rule in rules if hasattr(rule, "le")), None)
     if least is None:
@@ -276,11 +290,15 @@ def _bounds(field: FieldInfo | None) -> str:
 @cache
 def variables() -> tuple[str, ...]:
     """The environment variables of all settings."""
-    return tuple(_variable(name, field) for name, field in Settings.model_fields.items())
+    return tuple(each for name, field in Settings.model_fields.items() for each in _variables(name, field))
 
 
-def _variable(name: str, field: FieldInfo) -> str:
-    return str(field.validation_alias or f"{PREFIX}{name.upper()}")
+def _variables(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """The variables of a setting; the first one wins."""
+    alias = field.validation_alias
+    if isinstance(alias, AliasChoices):
+        return tuple(map(str, alias.choices))
+    return (str(alias or f"{PREFIX}{name.upper()}"),)
 
 
 def _is_unknown(name: str) -> bool:

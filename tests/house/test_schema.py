@@ -20,6 +20,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
     WaitpointState,
 )
+from flowfabric.model.stream import FrameMode
 
 ENUMS: dict[str, type[StrEnum]] = {
     "lifecycle_phase": LifecyclePhase,
@@ -34,6 +35,7 @@ ENUMS: dict[str, type[StrEnum]] = {
     "lane_state": LaneState,
     "waitpoint_state": WaitpointState,
     "event_kind": EventKind,
+    "frame_mode": FrameMode,
 }
 ONLY_IN_SQL = {
     "timer_kind": ["delay", "attempt_timeout", "deadline", "suspension_timeout"],
@@ -72,12 +74,14 @@ SMALL = {
     "queue",
     "signing_key",
     "schema_migration",
+    "feed_trim",
+    "feed_origin",
 }
 """Global tables that every process caches or seldom reads; each node of a distributed Postgres would have a copy."""
 WITHOUT_KEY = {
     "ready": ["ready_queue", "ready_route"],
     "retained": ["retained_due", "retained_mixed"],
-    "event": ["event_feed", "event_rare_execution", "event_rare_feed"],
+    "event": ["event_feed", "event_order", "event_rare_order"],
 }
 """Tables without a primary key, read only by ordered index scans, and their indexes."""
 

@@ -1,6 +1,6 @@
 import pytest
 
-from flowfabric.model.event import AcquireReason, CompletionOutcome, EventKind, ReleaseReason, WorkerEvent
+from flowfabric.model.event import AcquireReason, CompletionOutcome, EventFamily, EventKind, ReleaseReason, WorkerEvent
 from flowfabric.model.states import TerminalOutcome
 from model.cases import for_each
 
@@ -16,6 +16,20 @@ def test_the_literals_of_event_kinds() -> None:
         "reclaimed",
         "replay_initiated",
         "operator_resumed",
+        "signal",
+        "operator_action",
+        "tag_attached",
+        "tag_cleared",
+    ]
+
+
+def test_the_literals_of_event_families() -> None:
+    assert [str(family) for family in EventFamily] == [
+        "completion",
+        "lease_event",
+        "signal_event",
+        "operator_event",
+        "instance_tag",
     ]
 
 

@@ -50,17 +50,19 @@ class Batch(Generic[Item, Answer]):
         keys: Callable[[Item], tuple[Hashable, ...]],
         size: int = 128,
         streams: int = 2,
+        weigh: Callable[[Item], int] | None = None,
     ) -> None:
         """Run shared statements with `together` and single items with `alone`.
 
         `size` is the most items of a statement, `streams` the number of statements at the same time. `keys` returns
-        what an item locks.
+        what an item locks. With `weigh`, a statement takes no more items once their weights add up to `size`.
         """
         self._together = together
         self._alone = alone
         self._keys = keys
         self._size = size
         self._streams = streams
+        self._weigh = weigh
         self._waiting: deque[_Entry[Item, Answer]] = deque()
         self._in_flight: set[Hashable] = set()
         self._running = 0
@@ -127,12 +129,13 @@ class Batch(Generic[Item, Answer]):
     def _take(self) -> list[_Entry[Item, Answer]]:
         taken: list[_Entry[Item, Answer]] = []
         skipped: list[_Entry[Item, Answer]] = []
-        waiting, in_flight, size = self._waiting, self._in_flight, self._size
-        while waiting and len(taken) < size:
+        waiting, in_flight, left, weigh = self._waiting, self._in_flight, self._size, self._weigh
+        while waiting and left > 0:
             entry = waiting.popleft()
             if in_flight.isdisjoint(entry.keys):
                 in_flight.update(entry.keys)
                 taken.append(entry)
+                left -= 1 if weigh is None else weigh(entry.item)
             else:
                 skipped.append(entry)
         waiting.extendleft(reversed(skipped))

@@ -419,6 +419,7 @@ create table stream (
   durability_mode text not null,
   retention_maxlen integer not null,
   retention_ttl_ms bigint,
+  released_epoch bigint not null default 0,
   closed_at bigint,
   closed_reason text,
   expires_at bigint,

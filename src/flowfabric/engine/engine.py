@@ -28,6 +28,8 @@ from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
+from flowfabric.engine.stream.append import Streams
+from flowfabric.engine.stream.tail import Tails
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.engine.wait.resume import Resumes
 from flowfabric.engine.wait.suspend import Suspend
@@ -100,6 +102,12 @@ class Engine:
     observe_signals = operation(Signals.observe_signals)
     resume_execution = operation(Resumes.resume_execution)
     expire_suspension = operation(SuspensionTimeouts.expire_suspension)
+
+    # Streams: frames and summaries.
+    append_frame = operation(Streams.append_frame)
+    read_stream = operation(Tails.read_stream)
+    tail_stream = operation(Tails.tail_stream)
+    read_summary = operation(Tails.read_summary)
 
     # Feeds of events.
     subscribe_completion = operation(Feeds.subscribe_completion)

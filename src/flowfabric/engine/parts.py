@@ -34,6 +34,10 @@ from flowfabric.engine.read.explain import Explain
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
 from flowfabric.engine.store import Store
+from flowfabric.engine.stream.append import Streams
+from flowfabric.engine.stream.close import end_streams
+from flowfabric.engine.stream.expire import StreamExpiry
+from flowfabric.engine.stream.tail import Tails
 from flowfabric.engine.wait.close import close_suspensions
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.engine.wait.resume import Resumes
@@ -44,6 +48,7 @@ from flowfabric.engine.wait.waitpoint import Waitpoints
 CONSEQUENCES: Mapping[Attachment, Consequence] = {
     Attachment.GRANT: delete_grants,
     Attachment.SUSPENSION: close_suspensions,
+    Attachment.STREAM: end_streams,
 }
 """What to do for each kind of attachment when the lease or the execution ends."""
 
@@ -92,8 +97,18 @@ class Parts:
                 Quarantine(settings.pending_wp_expiry_interval_s),
             )
         )
+        streams = services.add(Streams(store))
+        self.stream_expiry = services.add(StreamExpiry(store))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
+        self.tails = services.add(
+            Tails(
+                store,
+                results,
+                pool_size=settings.database_pool_size,
+                max_operations=settings.max_concurrent_stream_ops,
+            )
+        )
         feeds = services.add(Feeds(store))
         self.event_partitions = services.add(EventPartitions(store))
         self.sessions = services.add(Sessions(store))
@@ -101,8 +116,9 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
-        drained = (submit, self.signals, suspend, lease_ends, renewals)
-        self.shutdown = services.add(Shutdown(claims, (results, feeds), [service.drain for service in drained]))
+        waits = (self.tails, feeds)
+        drained = (*waits, submit, self.signals, suspend, streams, lease_ends, renewals)
+        self.shutdown = services.add(Shutdown(claims, results, waits, [service.drain for service in drained]))
 
     @property
     def store(self) -> Store:

@@ -27,6 +27,8 @@ create table stream (
   durability_mode     text     not null,
   retention_maxlen    integer  not null,
   retention_ttl_ms    bigint,
+  -- Leases up to this epoch have ended: a frame that comes under one of them is refused.
+  released_epoch      bigint   not null default 0,
   closed_at           bigint,
   closed_reason       text,
   -- When all frames are hidden, and then deleted.

@@ -4,9 +4,13 @@
 -- with the number of executions that ended and had no attachment, and one row for each other item. The verdict is decided on the
 -- locked row; it is null if the row is absent or locked by another session. With :is_thorough the statement also ends executions
 -- that have attachments, which the caller then handles (otherwise their verdict is 'attached'), and waits for a renewal in progress.
+-- With :waits_briefly this and later statements of the transaction wait at most 50 ms for a row.
 -- Rows are joined by key only: with the fence in the join the planner hashes every leased row. Other tables are joined by
 -- `any` of a one-element array: with an equality, a plan made while the table is empty scans a whole index.
-with clock as materialized (select ff_now() as now),
+with clock as materialized (
+  select ff_now() as now,
+         set_config('lock_timeout', case when :waits_briefly::boolean then '50ms' else current_setting('lock_timeout') end, true)
+),
 -- An array with one element holds for all items; an empty array means null for all items.
 given as (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
@@ -120,8 +124,8 @@ moved as (
          lease_renewed_at = case when h.loses_lease then h.renewed_at end,
          lease_id = case when h.ends or h.loses_lease then e.lease_id end,
          attempt_id = case when h.parks then h.own_attempt_id when h.ends or h.loses_lease then e.attempt_id end,
-         -- A set of bits: 1 is a grant, 2 an open suspension.
-         attached = case when h.ends then 0 else (e.attached & ~1) | case when h.suspends then 2 else 0 end end,
+         -- A set of bits: 1 is a grant, 2 an open suspension, 4 a stream, which is of one attempt.
+         attached = case when h.ends then 0 else (e.attached & case when h.retries then ~5 else ~1 end) | case when h.suspends then 2 else 0 end end,
          retry_count = e.retry_count + h.retries::int,
          last_transition_at = case when h.loses_lease then e.last_transition_at else h.now end,
          last_mutation_at = case when h.loses_lease then h.now end,

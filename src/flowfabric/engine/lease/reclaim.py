@@ -95,6 +95,7 @@ class Reclaim:
         answer = await self._store.transact(issue, execution_id=parsed)
         if marked:
             self._store.wakeups.lost([_lost(locked) for locked, _ in marked])
+            self._store.wakeups.stream(locked.id for locked, _ in marked)
             self._store.wakeups.events(EventFamily.LEASE)
         if isinstance(answer, tuple):
             return await self._at_reclaim_limit(*answer)

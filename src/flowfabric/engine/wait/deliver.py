@@ -73,10 +73,8 @@ class SignalTarget:
     """Where a signal for a wait would go, as far as its execution has come."""
 
     state: PublicState
-    is_repeat: bool
-    """Whether the execution already has the signal."""
     waitpoint_id: WaitpointId | None
-    """The open waitpoint of the wait, if any."""
+    """The waitpoint that already has the signal or, if none has it, the open waitpoint of the wait, if any."""
     open_keys: tuple[str, ...]
     """If there is none, the keys of other open waitpoints, at most ten."""
 
@@ -259,10 +257,9 @@ class Signals:
         )
         if not rows:
             return None
-        state, is_repeat, waitpoint_id, open_keys = rows[0]
+        state, waitpoint_id, open_keys = rows[0]
         return SignalTarget(
             state=PublicState(state),
-            is_repeat=is_repeat,
             waitpoint_id=waitpoint_id and WaitpointId(waitpoint_id),
             open_keys=tuple(open_keys or ()),
         )

@@ -179,13 +179,13 @@ select l.lane_id, w.token
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_signal_target
--- Where a signal for the wait of this name would go: the state of the execution, whether it already has the signal, and the
--- open waitpoint. If there is none, open_keys has the names of other open waits, at most ten.
-select e.public_state,
-       exists (select from signal g
-                where g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.signal_id = :signal_id::uuid) as is_repeat,
-       w.waitpoint_id, o.open_keys
+-- Where a signal for the wait of this name would go: the state of the execution, and the waitpoint that already has the signal or,
+-- if none has it, the open waitpoint. If there is none, open_keys has the names of other open waits, at most ten.
+select e.public_state, coalesce(g.waitpoint_id, w.waitpoint_id) as waitpoint_id, o.open_keys
   from execution e
+  left join lateral (
+       select g.waitpoint_id from signal g
+        where g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.signal_id = :signal_id::uuid limit 1) g on true
   left join lateral (
        select w.waitpoint_id from (
               select w.waitpoint_id from waitpoint w

@@ -1,0 +1,1 @@
+"""Streams of attempts: appending frames, closing, reading and following, and deleting frames."""

@@ -1,0 +1,250 @@
+"""Appending of frames to the streams of attempts, many callers in one transaction."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from flowfabric.db.batch import LOCKED, Batch, Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.faults import StoreFault
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.row import lock_execution
+from flowfabric.engine.store import Store, error_of
+from flowfabric.engine.stream.frame_batch import FrameBatch, Writer, key_columns, target_columns, write_columns
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import Handle, check_handle
+from flowfabric.model.ids import check_storable, split_execution_id
+from flowfabric.model.open_stream import OpenStream, Summary
+from flowfabric.model.policy import StreamPolicy
+from flowfabric.model.stream import MAX_FRAME_BYTES, AppendFrameOutcome, DurableSummary, Frame
+from flowfabric.model.summary import decode_document, read_patch
+from flowfabric.model.text import shown
+
+SQL = statements_beside(__file__)
+
+MAX_WEIGHT = 2_000
+"""The most frames of one transaction; a large frame counts as several."""
+CONCURRENT = 2
+"""Concurrent transactions: a frame costs about as much time in Python as in Postgres."""
+
+Appended: TypeAlias = list[AppendFrameOutcome | EngineError]
+Refusal: TypeAlias = Callable[[], EngineError]
+
+_POLICY = StreamPolicy()
+_DEFAULTS = {"durability_mode": _POLICY.durability_mode.value, "retention_maxlen": _POLICY.retention_maxlen}
+
+
+class Streams:
+    """The operation that appends frames."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._open: dict[Writer, FrameBatch] = {}
+        """Batches that still accept frames: those not handed to a transaction yet."""
+        self._batch: Batch[FrameBatch, Appended] = Batch(
+            self._append_together,
+            self._append_alone,
+            keys=lambda batch: (batch.writer.execution_id,),
+            size=MAX_WEIGHT,
+            streams=CONCURRENT,
+            weigh=lambda batch: batch.weight,
+        )
+
+    async def append_frame(self, handle: Handle, frame: Frame) -> AppendFrameOutcome:
+        """Append a frame to the stream of the handle's attempt; the answer comes after the commit.
+
+        Concurrent calls share a transaction, and frames of one attempt are stored in the order of the calls.
+        """
+        handle = check_handle(handle)
+        check_storable(handle.execution_id)
+        if not isinstance(frame, Frame):
+            raise error("invalid_input", f"frame: expected a Frame, got {shown(frame)}")
+        if (size := len(frame.bytes)) > MAX_FRAME_BYTES:
+            raise error(
+                "retention_limit_exceeded",
+                f"frame of {size} bytes; at most {MAX_FRAME_BYTES} bytes are stored, split it into several frames",
+            )
+        writer = Writer.of(handle)
+        batch = self._open.get(writer)
+        if batch is None or batch.is_full:
+            batch = self._open[writer] = FrameBatch(writer)
+            self._batch.put(batch).add_done_callback(batch.answer)
+        try:
+            return await batch.add(frame)
+        except StoreFault as fault:
+            raise error_of(fault) from fault
+
+    async def drain(self) -> None:
+        """Wait until every append in progress is answered."""
+        await self._batch.drain()
+
+    async def _append_together(self, batches: Sequence[FrameBatch]) -> Sequence[Appended | Locked | Exception]:
+        for batch in batches:
+            self._close(batch)
+
+        async def append(transaction: Transaction) -> list[Appended | Locked]:
+            found = await _locked(transaction, batches, is_alone=False)
+            return await _append(transaction, batches, found)
+
+        answers = await self._store.database.transact(append)
+        self._wake(batches, answers)
+        return answers
+
+    async def _append_alone(self, batch: FrameBatch) -> Appended:
+        self._close(batch)
+
+        async def append(transaction: Transaction) -> list[Appended | Locked]:
+            # In the order of every writer: first the execution, then the stream.
+            await lock_execution(transaction, batch.writer.execution_id)
+            partition, uuid, attempt_index = batch.key
+            await transaction.fetch(
+                SQL.lock_stream, partition_key=partition, execution_id=uuid, attempt_index=attempt_index
+            )
+            found = await _locked(transaction, [batch], is_alone=True)
+            return await _append(transaction, [batch], found)
+
+        try:
+            answers = await self._store.transact(append, execution_id=batch.writer.execution_id)
+        except EngineError as fault:
+            if len(batch.frames) == 1 or fault.retryable or fault.code == "execution_not_found":
+                return [fault.copy() for _ in batch.frames]
+            # A frame that the store rejects must not fail the others.
+            return [(await self._append_alone(FrameBatch(batch.writer, [one])))[0] for one in batch.frames]
+        self._wake([batch], answers)
+        (answer,) = answers
+        assert not isinstance(answer, Locked), "the rows are locked"
+        return answer
+
+    def _close(self, batch: FrameBatch) -> None:
+        """Add no more frames to a batch: a transaction now appends it."""
+        if self._open.get(batch.writer) is batch:
+            del self._open[batch.writer]
+
+    def _wake(self, batches: Sequence[FrameBatch], answers: Sequence[Appended | Locked]) -> None:
+        grown = [
+            batch.writer.execution_id
+            for batch, answer in zip(batches, answers, strict=True)
+            if not isinstance(answer, Locked) and any(isinstance(each, AppendFrameOutcome) for each in answer)
+        ]
+        self._store.wakeups.stream(grown)
+
+
+async def _append(
+    transaction: Transaction, batches: Sequence[FrameBatch], found: Sequence[OpenStream | Refusal | Locked]
+) -> list[Appended | Locked]:
+    """Append to streams that the transaction has locked; the answers are per batch and frame."""
+    locked = [(batch, target) for batch, target in zip(batches, found, strict=True) if isinstance(target, OpenStream)]
+    patched = [(batch, stream) for batch, stream in locked if batch.has_patches]
+    if patched:
+        rows = await transaction.fetch(SQL.read_summaries, **key_columns([batch for batch, _ in patched]))
+        for (_, stream), row in zip(patched, rows, strict=True):
+            stream.summary = _summary(row)
+    answers: list[Appended | Locked] = []
+    for batch, target in zip(batches, found, strict=True):
+        if isinstance(target, OpenStream):
+            answers.append([_try(target, frame) for frame in batch.frames])
+        elif isinstance(target, Locked):
+            answers.append(target)
+        else:
+            answers.append([target() for _ in batch.frames])
+    if grown := [(batch, stream) for batch, stream in locked if stream.has_grown]:
+        await transaction.fetch(SQL.insert_frames, now=grown[0][1].now, **write_columns(grown))
+    return answers
+
+
+def _try(stream: OpenStream, frame: Frame) -> AppendFrameOutcome | EngineError:
+    try:
+        return stream.append(frame)
+    except EngineError as refusal:
+        return refusal
+
+
+def _summary(row: Record) -> Summary:
+    if row["version"] is None:
+        return Summary({}, 0, 0)
+    return Summary(decode_document(row["document"]), row["version"], row["first_applied_ms"])
+
+
+async def _locked(
+    transaction: Transaction, batches: Sequence[FrameBatch], *, is_alone: bool
+) -> list[OpenStream | Refusal | Locked]:
+    """Lock the streams of batches; return each as it is stored, or why nothing may be appended to it.
+
+    LOCKED stands for a stream that another session has locked, and for one whose writer may have lost its lease during
+    the statement. If `is_alone`, the transaction has locked the execution and the stream before, and decides.
+    """
+    rows = await transaction.fetch(SQL.lock_streams, **target_columns(batches))
+    if is_alone and rows[0]["verdict"] == "lease_expired":
+        # A renewal in progress may have extended it.
+        partition, uuid = split_execution_id(batches[0].writer.execution_id)
+        await transaction.fetch(SQL.lock_claim, partition_key=partition, execution_id=uuid)
+        rows = await transaction.fetch(SQL.lock_streams, **target_columns(batches))
+    found = [_judge(batch, row, is_alone=is_alone) for batch, row in zip(batches, rows, strict=True)]
+    absent: list[int] = []
+    for at, (batch, row) in enumerate(zip(batches, rows, strict=True)):
+        if row["verdict"] == "ok" and not row["is_locked"] and not row["is_present"]:
+            if any(_is_valid(frame) for frame in batch.frames):
+                absent.append(at)
+            else:
+                # Not created: nothing will be appended.
+                found[at] = OpenStream(now=row["now"], retention_maxlen=0)
+    if absent:
+        opened = await transaction.fetch(
+            SQL.open_streams, **target_columns([batches[at] for at in absent]), **_DEFAULTS
+        )
+        for at, row in zip(absent, opened, strict=True):
+            # The time of the first statement: all frames of a transaction have the same.
+            if row["retention_maxlen"] is not None:
+                found[at] = OpenStream(now=rows[at]["now"], retention_maxlen=row["retention_maxlen"])
+            elif is_alone:
+                found[at] = _refusal(batches[at], row, row["verdict"])
+    return found
+
+
+def _is_valid(frame: Frame) -> bool:
+    """Whether a frame is refused for no reason of its own."""
+    try:
+        if isinstance(frame.mode, DurableSummary):
+            read_patch(frame.bytes)
+    except EngineError:
+        return False
+    return True
+
+
+def _judge(batch: FrameBatch, row: Record, *, is_alone: bool) -> OpenStream | Refusal | Locked:
+    verdict: str = row["verdict"]
+    if verdict == "ok" and not row["is_locked"]:
+        return LOCKED
+    if verdict == "ok" and row["released_epoch"] >= batch.writer.lease_epoch:
+        verdict = "stale"
+        if not is_alone:
+            return LOCKED
+    if verdict == "ok" and row["closed_reason"] is not None:
+        verdict = "closed"
+        if not is_alone:
+            return LOCKED
+    if verdict == "lease_expired" and not is_alone:
+        return LOCKED
+    if verdict == "ok":
+        return OpenStream(now=row["now"], retention_maxlen=row["retention_maxlen"], stored=row)
+    return _refusal(batch, row, verdict)
+
+
+def _refusal(batch: FrameBatch, row: Record, verdict: str) -> Refusal:
+    """How to build the error of each frame of a batch."""
+    writer = batch.writer
+    match verdict:
+        case "not_found":
+            return lambda: error("execution_not_found")
+        case "not_active":
+            detail = f"the execution is {row['lifecycle_phase']}; frames are accepted only while its attempt runs"
+            return lambda: error("stream_closed", detail)
+        case "closed":
+            detail = f"the stream of attempt {writer.attempt_index} was closed: {row['closed_reason']}"
+            return lambda: error("stream_closed", detail)
+        case "stale":
+            detail = f"lease {writer.lease_id} with epoch {writer.lease_epoch} is not the current one"
+        case "lease_expired":
+            detail = "the lease has expired; renew it in time"
+        case _:
+            detail = "the lease was lost: it expired or was revoked"
+    return lambda: error("stale_owner_cannot_append", detail)

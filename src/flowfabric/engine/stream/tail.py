@@ -1,0 +1,325 @@
+"""Reading streams: pages of frames, waits for new frames, and summaries."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TypeVar
+
+from flowfabric.db.database import Record
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.stored import literal
+from flowfabric.engine.execution.results import Results
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import error
+from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key
+from flowfabric.model.policy_checks import INT32
+from flowfabric.model.stream import (
+    LAST,
+    MAX_BLOCK_MS,
+    MAX_COUNT,
+    ClosedReason,
+    FrameId,
+    StreamFrame,
+    StreamFrames,
+    SummaryDocument,
+    TailVisibility,
+    lower_bound,
+    tail_position,
+    upper_bound,
+)
+from flowfabric.model.summary import PatchKind
+from flowfabric.model.text import check_range, shown, word_of
+from flowfabric.pauses import is_set_within, pauses
+
+SQL = statements_beside(__file__)
+Answer = TypeVar("Answer")
+
+_POSITION = itemgetter("ms", "seq")
+_FOLLOWED_POSITION = itemgetter("attempt_index", "ms", "seq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowedFrames:
+    """Frames of an execution over all of its attempts, each with the index of its attempt."""
+
+    frames: Sequence[tuple[int, StreamFrame]]
+    latest_attempt_index: int
+    is_ended: bool
+    """Whether the execution has ended and no frame follows these."""
+
+
+class Tails:
+    """Reads frames and summaries, and waits for frames without holding a connection.
+
+    A wait queries when its stream was woken, and by polling. Only half of the pool is used for these queries, so that
+    many tails that are woken at once leave connections for others.
+    """
+
+    POLL_SECONDS = (0.1, 1.0)
+    """The first and the longest pause between two polls while no hints of other processes arrive."""
+    RECHECK_SECONDS = 5.0
+    """The pause between two polls while hints arrive."""
+    PAUSE_SECONDS = (0.002, 0.05)
+    """The first and the longest pause before another query if the last one was hinted and found nothing."""
+    ENDING_SECONDS = 0.1
+    """How long `follow` waits for a frame before it also waits for the end of an execution that may write no more."""
+    RETRY_AFTER_MS = 25
+
+    def __init__(self, store: Store, results: Results, *, pool_size: int, max_operations: int | None) -> None:
+        self._store = store
+        self._results = results
+        self._queries = asyncio.Semaphore(max(pool_size // 2, 1))
+        self._max_operations = max_operations
+        self._operations = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._refuses = False
+
+    async def read_stream(
+        self,
+        execution_id: ExecutionId | str,
+        attempt_index: int,
+        *,
+        from_: str | FrameId = "start",
+        to: str | FrameId = "end",
+        count_limit: int = 100,
+    ) -> StreamFrames:
+        """The frames of an attempt between two cursors, both inclusive, and when and why its stream was closed.
+
+        A stream that was never written looks like an open one without frames.
+        """
+        parsed, key = _stream_key(execution_id, attempt_index)
+        first, last = lower_bound(from_, "from_"), upper_bound(to, "to")
+        _check_count(count_limit)
+        with self._operation():
+            return await self._list(parsed, key, first, last, count_limit)
+
+    async def tail_stream(
+        self,
+        execution_id: ExecutionId | str,
+        attempt_index: int,
+        *,
+        after: str | FrameId = "0-0",
+        block_ms: int = 0,
+        count_limit: int = 50,
+        visibility: TailVisibility | str = TailVisibility.ALL,
+    ) -> StreamFrames:
+        """The frames of an attempt after a position; wait up to `block_ms` until there is one or the stream is closed.
+
+        After the wait, it returns no frames and the current state of the stream.
+        """
+        parsed, key = _stream_key(execution_id, attempt_index)
+        position = tail_position(after)
+        check_range(block_ms, "block_ms", 0, MAX_BLOCK_MS)
+        _check_count(count_limit)
+        excludes = _check_visibility(visibility) is TailVisibility.EXCLUDE_BEST_EFFORT
+        first = FrameId(position.ms, min(position.seq + 1, LAST.seq))
+
+        async def query() -> StreamFrames:
+            return await self._list(parsed, key, first, LAST, count_limit, excludes_best_effort=excludes)
+
+        with self._operation():
+            return await self._wait(
+                parsed, block_ms, query, lambda found: bool(found.frames) or found.closed_at is not None
+            )
+
+    async def read_summary(self, execution_id: ExecutionId | str, attempt_index: int) -> SummaryDocument | None:
+        """The summary of an attempt; None if no summary frame was ever appended."""
+        parsed, key = _stream_key(execution_id, attempt_index)
+        with self._operation():
+            rows = await self._store.fetch(SQL.read_summary, **key)
+        if not rows:
+            return None
+        row = rows[0]
+        return SummaryDocument(
+            document_json=row["document"],
+            version=row["version"],
+            patch_kind=literal(PatchKind, row["patch_kind"], context=f"read_summary {parsed}", field="patch_kind"),
+            last_updated_ms=row["last_updated_ms"],
+            first_applied_ms=row["first_applied_ms"],
+        )
+
+    async def follow(
+        self,
+        execution_id: ExecutionId,
+        *,
+        attempt_index: int,
+        after: FrameId,
+        block_ms: int,
+        count_limit: int = 256,
+        visibility: TailVisibility = TailVisibility.ALL,
+    ) -> FollowedFrames:
+        """The frames of an execution after a position, over all attempts; wait until there is one or it has ended."""
+        partition, uuid = row_key(execution_id)
+
+        async def query() -> FollowedFrames:
+            rows = await self._store.fetch(
+                SQL.list_followed_frames,
+                partition_key=partition,
+                execution_id=uuid,
+                attempt_index=attempt_index,
+                after_ms=after.ms,
+                after_seq=after.seq,
+                count_limit=count_limit,
+                excludes_best_effort=visibility is TailVisibility.EXCLUDE_BEST_EFFORT,
+            )
+            if not rows:
+                raise error("execution_not_found", execution_id)
+            frames = [
+                (row["attempt_index"], StreamFrame.of(row))
+                for row in sorted(rows, key=_FOLLOWED_POSITION)
+                if row["ms"] is not None
+            ]
+            return FollowedFrames(
+                frames=frames,
+                latest_attempt_index=rows[0]["latest_attempt_index"],
+                is_ended=rows[0]["is_ended"] and len(frames) < count_limit,
+            )
+
+        with self._operation():
+            return await self._wait(
+                execution_id, block_ms, query, lambda found: bool(found.frames) or found.is_ended, until_ended=True
+            )
+
+    def refuse(self) -> None:
+        """Fail parked tails and reject new calls."""
+        self._refuses = True
+        self._store.wakeups.streams.wake_all()
+
+    async def drain(self) -> None:
+        """Wait until every call in progress is answered."""
+        await self._idle.wait()
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Count a call while it runs; refuse it if the engine is closing or too many run already."""
+        self._check_open()
+        if self._max_operations is not None and self._operations >= self._max_operations:
+            raise error(
+                "resource_exhausted",
+                {"pool": "stream_ops", "max": self._max_operations, "retry_after_ms": self.RETRY_AFTER_MS},
+            )
+        self._operations += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._operations -= 1
+            if not self._operations:
+                self._idle.set()
+
+    def _check_open(self) -> None:
+        if self._refuses:
+            raise error("unavailable", {"op": "stream_ops"})
+
+    async def _list(
+        self,
+        execution_id: ExecutionId,
+        key: Mapping[str, object],
+        first: FrameId,
+        last: FrameId,
+        count_limit: int,
+        *,
+        excludes_best_effort: bool = False,
+    ) -> StreamFrames:
+        rows = await self._store.fetch(
+            SQL.list_frames,
+            **key,
+            from_ms=first.ms,
+            from_seq=first.seq,
+            to_ms=last.ms,
+            to_seq=last.seq,
+            count_limit=count_limit,
+            excludes_best_effort=excludes_best_effort,
+        )
+        if not rows:
+            return StreamFrames(frames=())
+        frames = [StreamFrame.of(row) for row in sorted(rows, key=_POSITION) if row["ms"] is not None]
+        return StreamFrames(
+            frames=frames, closed_at=rows[0]["closed_at"], closed_reason=_closed_reason(execution_id, rows[0])
+        )
+
+    async def _wait(
+        self,
+        execution_id: ExecutionId,
+        block_ms: int,
+        query: Callable[[], Awaitable[Answer]],
+        is_found: Callable[[Answer], bool],
+        *,
+        until_ended: bool = False,
+    ) -> Answer:
+        """Query until something is found or the time is over; return the last answer."""
+        if not block_ms:
+            return await query()
+        deadline = time.monotonic() + block_ms / 1000
+        wakeups = self._store.wakeups
+        # Connecting takes place in the background; once hints arrive, every waiter is woken.
+        wakeups.hints.start_listening()
+        polls, repeats = pauses(*self.POLL_SECONDS), pauses(*self.PAUSE_SECONDS)
+        was_hinted = False
+        ending: asyncio.Task[object] | None = None
+        with wakeups.streams.watch(execution_id) as changed:
+            try:
+                while True:
+                    self._check_open()
+                    changed.clear()
+                    async with self._queries:
+                        found = await query()
+                    if is_found(found) or time.monotonic() >= deadline:
+                        return found
+                    if was_hinted:
+                        await asyncio.sleep(next(repeats))
+                    poll = self.RECHECK_SECONDS if wakeups.hints.is_listening else next(polls)
+                    if until_ended and ending is None:
+                        poll = min(poll, self.ENDING_SECONDS)
+                    was_hinted = await is_set_within(changed, min(poll, deadline - time.monotonic()))
+                    if until_ended and ending is None and not was_hinted:
+                        ending = asyncio.create_task(self._wake_at_end(execution_id, changed))
+            finally:
+                if ending is not None:
+                    ending.cancel()
+                    await asyncio.gather(ending, return_exceptions=True)
+
+    async def _wake_at_end(self, execution_id: ExecutionId, changed: asyncio.Event) -> None:
+        """Wake a waiter when the execution ends, because the end of one without an open stream wakes no tail."""
+        try:
+            await self._results.wait_for_ending(execution_id)
+        finally:
+            changed.set()
+
+
+def _stream_key(execution_id: ExecutionId | str, attempt_index: int) -> tuple[ExecutionId, Mapping[str, object]]:
+    parsed = parse_execution_id(execution_id)
+    partition, uuid = row_key(parsed)
+    check_range(attempt_index, "attempt_index", 0, INT32)
+    return parsed, {"partition_key": partition, "execution_id": uuid, "attempt_index": attempt_index}
+
+
+def _check_count(value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise error("invalid_input", f"count_limit must be >= 1, got {shown(value)}")
+    if value > MAX_COUNT:
+        raise error(
+            "invalid_input",
+            f"count_limit_exceeds_hard_cap: at most {MAX_COUNT} frames in one call, got {value};"
+            " read the others in further calls",
+        )
+
+
+def _check_visibility(value: object) -> TailVisibility:
+    if (visibility := word_of(TailVisibility, value)) is None:
+        raise error(
+            "invalid_input",
+            f"visibility: must be '' for all frames or '{TailVisibility.EXCLUDE_BEST_EFFORT}', got {shown(value)}",
+        )
+    return visibility
+
+
+def _closed_reason(execution_id: ExecutionId, row: Record) -> ClosedReason | None:
+    reason = row["closed_reason"]
+    if reason is None:
+        return None
+    return literal(ClosedReason, reason, context=f"stream of {execution_id}", field="closed_reason")

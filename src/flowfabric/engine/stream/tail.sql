@@ -1,0 +1,69 @@
+-- fragment: frame_columns
+-- What readers get of a frame.
+f.ms, f.seq, f.at, f.mode, f.frame_type, f.payload, f.correlation_id, f.summary_version, f.ttl_ms
+
+-- fragment: is_visible
+-- Whether readers see a frame; those below first_frame_no are deleted later.
+f.frame_no >= s.first_frame_no and (s.expires_at is null or s.expires_at > (select now from clock))
+and not (:excludes_best_effort and f.mode = 'best_effort')
+
+-- name: list_frames
+-- The visible frames between two positions, each with when and why the stream was closed; one row without a frame if there is
+-- none, and no row if the attempt has no stream. The order is that of the inner query: sorting again would copy the payloads.
+with clock as materialized (select ff_now() as now)
+select coalesce(s.closed_at, a.ended_at) as closed_at, coalesce(s.closed_reason, a.reason) as closed_reason,
+       -- include: frame_columns
+  from stream s
+  -- The previous version ends attempts without closing their streams.
+  left join lateral (
+       select e.last_transition_at as ended_at,
+              case e.terminal_outcome when 'success' then 'attempt_success' when 'cancelled' then 'attempt_cancelled'
+                   when 'expired' then 'expired' when 'skipped' then 'dependency_impossible' else 'attempt_failure' end as reason
+         from execution e
+        where e.partition_key = s.partition_key and e.execution_id = s.execution_id
+          and e.lifecycle_phase = 'terminal' and e.attempt_count = s.attempt_index + 1
+        union all
+       select a.ended_at, case a.attempt_state when 'interrupted_reclaimed' then 'reclaimed' else 'attempt_failure' end
+         from attempt a
+        where a.partition_key = s.partition_key and a.execution_id = s.execution_id and a.attempt_index = s.attempt_index
+          and a.ended_at is not null
+        limit 1) a on s.closed_at is null
+  left join lateral (
+       select
+       -- include: frame_columns
+         from stream_frame f
+        where f.partition_key = s.partition_key and f.execution_id = s.execution_id and f.attempt_index = s.attempt_index
+          and (f.ms, f.seq) >= (:from_ms, :from_seq) and (f.ms, f.seq) <= (:to_ms, :to_seq)
+          and
+          -- include: is_visible
+        order by f.ms, f.seq limit :count_limit) f on true
+ where s.partition_key = :partition_key and s.execution_id = :execution_id and s.attempt_index = :attempt_index;
+
+-- name: list_followed_frames
+-- The visible frames of all attempts after a position, each with whether the execution has ended and its latest attempt; one
+-- row without a frame if there is none, and no row if the execution does not exist.
+with clock as materialized (select ff_now() as now)
+select e.lifecycle_phase = 'terminal' as is_ended, greatest(e.attempt_count - 1, 0) as latest_attempt_index, f.attempt_index,
+       -- include: frame_columns
+  from execution e
+  left join lateral (
+       select f.attempt_index,
+       -- include: frame_columns
+         from stream_frame f
+        -- A plain join could read all streams first, and then sort all frames.
+        cross join lateral (
+              select s.first_frame_no, s.expires_at from stream s
+               where s.partition_key = f.partition_key and s.execution_id = f.execution_id
+                 and s.attempt_index = f.attempt_index limit 1) s
+        where f.partition_key = :partition_key and f.execution_id = :execution_id
+          and (f.attempt_index, f.ms, f.seq) > (:attempt_index, :after_ms, :after_seq)
+          and
+          -- include: is_visible
+        order by f.attempt_index, f.ms, f.seq limit :count_limit) f on true
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;
+
+-- name: read_summary
+-- The summary of one attempt.
+select document, version, patch_kind, last_updated_ms, first_applied_ms
+  from stream_summary
+ where partition_key = :partition_key and execution_id = :execution_id and attempt_index = :attempt_index;

@@ -1,0 +1,150 @@
+"""An open stream as appends change it: ids, counters, the frames that readers see, and the summary."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from flowfabric.model.stream import (
+    FIRST,
+    SUMMARY_MAXLEN,
+    AppendFrameOutcome,
+    BestEffortLive,
+    Durable,
+    DurableSummary,
+    Frame,
+    FrameId,
+    FrameMode,
+    live_window,
+    next_id,
+)
+from flowfabric.model.summary import PatchKind, merge_patch, read_patch
+
+TRIM_STEP = 256
+"""Hidden frames are deleted whenever the first visible frame passes a multiple of this number."""
+MAX_TRIMMED = 4096
+"""The most hidden frames that one append deletes; later appends delete the rest."""
+
+
+class NewFrame(NamedTuple):
+    """A frame to be stored; its number counts the frames of the stream from 1."""
+
+    id: FrameId
+    number: int
+    mode: FrameMode
+    frame: Frame
+    summary_version: int | None
+    ttl_ms: int | None
+
+
+class Summary:
+    """The summary of a stream and its version; version 0 is the empty summary before the first patch."""
+
+    __slots__ = ("document", "first_applied_ms", "is_changed", "patch_kind", "version")
+
+    def __init__(self, document: dict[str, Any], version: int, first_applied_ms: int) -> None:
+        self.document = document
+        self.version = version
+        self.first_applied_ms = first_applied_ms
+        self.patch_kind = PatchKind.JSON_MERGE_PATCH
+        self.is_changed = False
+
+
+class OpenStream:
+    """A stream that the caller has locked, and the frames appended to it so far.
+
+    An append changes the stream as if every frame had been committed by itself. A frame that a later one of the same
+    transaction hides is counted, but not stored.
+    """
+
+    __slots__ = (
+        "_frames",
+        "_stored_first",
+        "ema_rate_hz",
+        "expires_at",
+        "first_frame_no",
+        "frame_count",
+        "has_durable_frame",
+        "last",
+        "last_append_ts_ms",
+        "maxlen_applied_last",
+        "now",
+        "retention_maxlen",
+        "summary",
+        "total_bytes",
+    )
+
+    def __init__(self, *, now: int, retention_maxlen: int, stored: Mapping[str, Any] | None = None) -> None:
+        """Begin at the stored state of a stream, or at that of a new stream."""
+        self.now = now
+        self.retention_maxlen = retention_maxlen
+        self.summary: Summary | None = None
+        self.last = FIRST if stored is None else FrameId(stored["last_ms"], stored["last_seq"])
+        self.frame_count: int = 0 if stored is None else stored["frame_count"]
+        self.first_frame_no: int = 1 if stored is None else stored["first_frame_no"]
+        self.total_bytes: int = 0 if stored is None else stored["total_bytes"]
+        self.has_durable_frame: bool = stored is not None and stored["has_durable_frame"]
+        self.ema_rate_hz: float | None = None if stored is None else stored["ema_rate_hz"]
+        self.last_append_ts_ms: int | None = None if stored is None else stored["last_append_ts_ms"]
+        self.maxlen_applied_last: int | None = None if stored is None else stored["maxlen_applied_last"]
+        self.expires_at: int | None = None if stored is None else stored["expires_at"]
+        self._stored_first = self.first_frame_no
+        self._frames: list[NewFrame] = []
+
+    def append(self, frame: Frame) -> AppendFrameOutcome:
+        """Append a frame; raise if its patch is refused, which changes nothing."""
+        mode = frame.mode
+        patch = read_patch(frame.bytes) if isinstance(mode, DurableSummary) else None
+        now = self.now
+        if self.expires_at is not None and self.expires_at <= now:
+            self.first_frame_no = self.frame_count + 1
+            self.expires_at = None
+        version = ttl_ms = None
+        match mode:
+            case Durable():
+                maxlen = self.retention_maxlen
+            case DurableSummary():
+                maxlen = SUMMARY_MAXLEN
+                assert self.summary is not None, "the summary is read before a patch is appended"
+                assert patch is not None, "the payload of a summary frame is a patch"
+                version = self._apply(self.summary, patch)
+            case BestEffortLive(config=config):
+                window = live_window(config, now, self.ema_rate_hz, self.last_append_ts_ms)
+                self.ema_rate_hz, self.last_append_ts_ms = window.ema_rate_hz, now
+                self.maxlen_applied_last = maxlen = window.maxlen
+                self.expires_at = window.expires_at
+                ttl_ms = config.ttl_ms
+        self.has_durable_frame = self.has_durable_frame or not isinstance(mode, BestEffortLive)
+        if self.has_durable_frame:
+            self.expires_at = None
+        self.last = next_id(now, self.last)
+        self.frame_count += 1
+        self.total_bytes += len(frame.bytes)
+        self.first_frame_no = max(self.first_frame_no, self.frame_count - maxlen + 1)
+        self._frames.append(NewFrame(self.last, self.frame_count, mode.frame_mode, frame, version, ttl_ms))
+        return AppendFrameOutcome(stream_id=str(self.last), frame_count=self.frame_count, summary_version=version)
+
+    def _apply(self, summary: Summary, patch: dict[str, Any]) -> int:
+        summary.document = merge_patch(summary.document, patch)
+        summary.version += 1
+        summary.is_changed = True
+        if summary.version == 1:
+            summary.first_applied_ms = self.now
+        return summary.version
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether a frame was appended."""
+        return bool(self._frames)
+
+    @property
+    def new_frames(self) -> list[NewFrame]:
+        """The frames to store: those that are not hidden already."""
+        return [each for each in self._frames if each.number >= self.first_frame_no]
+
+    @property
+    def trimmed(self) -> int:
+        """How many of the oldest stored frames to look at and delete if they are hidden; 0 unless it is time to."""
+        reached = self._stored_first - self._stored_first % TRIM_STEP
+        if self.first_frame_no < reached + TRIM_STEP:
+            return 0
+        # More than those hidden since the last time, so that what MAX_TRIMMED has left is deleted too.
+        return min(self.first_frame_no - reached + TRIM_STEP, MAX_TRIMMED)
