@@ -26,6 +26,7 @@ from .preparations import (
     keyless,
     lease_expired,
     nothing,
+    of_instance,
     past_deadline,
     past_lease,
     past_retention,
@@ -139,7 +140,9 @@ def _operations() -> list[Operation]:
         "create_execution",
         nothing,
         lambda e, s: e.create_execution(
-            **s.new(execution_id=s.execution_id, idempotency_key=s.name, tags={"app.key": "value"})
+            **s.new(
+                execution_id=s.execution_id, idempotency_key=s.name, tags={"app.key": "value", "ff.instance_id": "one"}
+            )
         ),
         "with an id, a key and tags",
     )
@@ -253,6 +256,12 @@ def _service_operations() -> list[Operation]:
     )
     add("mark_lease_expired_if_due", past_lease, lambda e, s: e.mark_lease_expired_if_due(s.execution_id))
     add("set_execution_tag", created, lambda e, s: e.set_execution_tag(s.execution_id, "app.key", "value"))
+    add(
+        "set_execution_tag",
+        of_instance,
+        lambda e, s: e.set_execution_tag(s.execution_id, "ff.instance_id", "new"),
+        "that changes the instance",
+    )
     add(
         "set_execution_tags",
         created,
