@@ -75,6 +75,11 @@ async def tagged(subject: Subject) -> None:
     await created(subject, tags={"app.key": "value"})
 
 
+async def of_instance(subject: Subject) -> None:
+    """An execution with an instance tag."""
+    await created(subject, tags={"ff.instance_id": "old", "app.key": "value"})
+
+
 async def completed(subject: Subject) -> None:
     """An execution that ended in success."""
     await claimed(subject)

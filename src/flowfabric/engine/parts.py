@@ -5,6 +5,7 @@ from typing import Protocol
 
 from flowfabric.engine.core.consequence import Attachment, Consequence, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.event.partitions import EventPartitions
 from flowfabric.engine.execution.cancel import Cancel
 from flowfabric.engine.execution.create import Create
@@ -108,14 +109,16 @@ class Parts:
                 max_operations=settings.max_concurrent_stream_ops,
             )
         )
+        feeds = services.add(Feeds(store))
         self.event_partitions = services.add(EventPartitions(store))
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
-        drained = (submit, self.signals, suspend, streams, lease_ends, renewals)
-        self.shutdown = services.add(Shutdown(claims, results, self.tails, [service.drain for service in drained]))
+        drained = (self.tails, submit, self.signals, suspend, streams, lease_ends, renewals)
+        waits = (results, self.tails, feeds)
+        self.shutdown = services.add(Shutdown(claims, waits, [service.drain for service in drained]))
 
     @property
     def store(self) -> Store:

@@ -17,6 +17,7 @@ from flowfabric.engine.core.transition import MOVES, Move, completion_parameters
 from flowfabric.engine.core.wakeups import LostLease, LostReason, Work
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.event import EventFamily
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import INDEX_PART, UUID_PART, ExecutionId, SuspensionId
 from flowfabric.model.policy import ExecutionPolicy
@@ -193,12 +194,13 @@ class LeaseEnds:
         lost: list[LostLease] = []
         work: list[Work] = []
         streams: list[ExecutionId] = []
-        has_ended = False
+        has_ended = has_lease_events = False
         for end, verdict in zip(ends, verdicts, strict=True):
             if verdict is DONE:
-                has_ended = True
+                has_ended = has_lease_events = True
             elif isinstance(verdict, Verdict):
                 if verdict.is_done:
+                    has_lease_events = True
                     has_ended = has_ended or MOVES[end.move].target.phase is LifecyclePhase.TERMINAL
                 if verdict.delay_ms is not None:
                     wakeups.timer(verdict.delay_ms)
@@ -218,6 +220,8 @@ class LeaseEnds:
             wakeups.work(work)
         if has_ended:
             wakeups.ended()
+        if has_lease_events:
+            wakeups.events(EventFamily.LEASE)
         if streams:
             wakeups.stream(streams)
         if expired:
@@ -266,6 +270,7 @@ class LeaseEnds:
         completed: Sequence[int] = row["completed"] or ()
         if completed:
             self._store.wakeups.ended()
+            self._store.wakeups.events(EventFamily.LEASE)
         return completed
 
     async def _end_each(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked | Exception]:

@@ -170,7 +170,10 @@ leased as (
   returning p.nth, p.tid, p.ready_tid, p.route_no, p.branch, p.reason, p.timeout_ms, p.had_timeout, p.was_granted, p.had_stream, p.given_policy,
             p.given_deadline_at, e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.retry_count, e.lease_id,
             e.lease_epoch, e.attempt_id, e.attempt_type, e.attempt_count, e.deadline_at, e.flow_id, e.instance_tag,
-            e.input_payload, e.payload_encoding, e.policy, e.has_tags, e.suspension_id
+            e.input_payload, e.payload_encoding, e.policy, e.suspension_id,
+            case when e.has_tags then (
+              select jsonb_object_agg(t.key, t.value) from execution_tag t
+               where t.partition_key = e.partition_key and t.execution_id = e.execution_id) end as tags
 ),
 deleted_entries as (
   delete from ready where ctid = any(array(select ready_tid from leased))
@@ -244,17 +247,17 @@ written_timers as (
 -- Leases that differ only in the ids of execution and lease share one event row.
 inserted_events as (
   insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, execution_ids, lease_ids,
-                     execution_id, lease_id, attempt_id, reason, flow_id, instance_tag)
+                     execution_id, lease_id, attempt_id, reason, flow_id, instance_tag, tags)
   select (select now from clock), partition_key, 'acquired'::event_kind, namespace_no, attempt_count - 1, :worker_no, lease_epoch,
-         array_agg(execution_id), array_agg(lease_id), null, null, null, null, null, null
-    from leased where branch = 'fresh' and reason is null and attempt_id is null and flow_id is null and instance_tag is null
-   group by partition_key, namespace_no, attempt_count, lease_epoch
+         array_agg(execution_id), array_agg(lease_id), null, null, null, null, null, instance_tag, tags
+    from leased where branch = 'fresh' and reason is null and attempt_id is null and flow_id is null
+   group by partition_key, namespace_no, attempt_count, lease_epoch, instance_tag, tags
   union all
   select (select now from clock), partition_key, (case branch when 'reclaimed' then 'reclaimed' else 'acquired' end)::event_kind,
          namespace_no, attempt_count - 1, :worker_no, lease_epoch, null, null, execution_id, lease_id,
-         nullif(attempt_id, lease_id), reason, flow_id, instance_tag
+         nullif(attempt_id, lease_id), reason, flow_id, instance_tag, tags
     from leased
-   where branch <> 'fresh' or reason is not null or attempt_id is not null or flow_id is not null or instance_tag is not null
+   where branch <> 'fresh' or reason is not null or attempt_id is not null or flow_id is not null
 )
 
 -- fragment: answer
@@ -273,10 +276,7 @@ select case when branch = 'resumed' and (
          select k.execution_kind from queue q join kind k using (kind_no) where q.queue_no = l.queue_no) end as execution_kind,
        coalesce(input_payload, (
          select i.input_payload from execution_input i
-          where i.partition_key = l.partition_key and i.execution_id = l.execution_id)) as input_payload, payload_encoding, policy,
-       case when has_tags then (
-         select jsonb_object_agg(t.key, t.value) from execution_tag t
-          where t.partition_key = l.partition_key and t.execution_id = l.execution_id) end as tags, timeout_ms, deadline_at
+          where i.partition_key = l.partition_key and i.execution_id = l.execution_id)) as input_payload, payload_encoding, policy, tags, timeout_ms, deadline_at
   from leased l
 
 -- fragment: best
