@@ -39,7 +39,6 @@ from .preparations import (
     resumable,
     resume_granted,
     streaming,
-    streaming,
     streaming_lease_expired,
     streaming_past_lease,
     suspend_args,
