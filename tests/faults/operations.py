@@ -13,6 +13,7 @@ from flowfabric.model.attempt import FailureReason
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
+from flowfabric.model.stream import DurableSummary, Frame
 
 from .preparations import (
     LARGE_INPUT,
@@ -37,11 +38,14 @@ from .preparations import (
     registration,
     resumable,
     resume_granted,
-    streamed,
+    streaming,
+    streaming_lease_expired,
+    streaming_past_lease,
     suspend_args,
     suspended,
     tagged,
     waiting_for_run_signal,
+    with_expired_stream,
     with_waitpoint,
 )
 from .scene import LEASE_MS, MINUTE, SECRET, WORKER, Subject
@@ -50,6 +54,8 @@ Prepare = Callable[[Subject], Awaitable[None]]
 Call = Callable[[Engine, Subject], Awaitable[object]]
 
 LARGE = {"input_payload": LARGE_INPUT}
+FRAME = Frame(bytes=b"frame", correlation_id="c")
+PATCH = Frame(bytes=b'{"b": 2}', mode=DurableSummary())
 RAISED = FailureReason("x", error_type="ValueError", traceback="Traceback\n" * 500)
 
 
@@ -228,8 +234,40 @@ def _operations() -> list[Operation]:
         lambda e, s: e.create_waitpoint(s.handle, waitpoint_key="wait", expires_in_ms=MINUTE),
         is_idempotent=False,
     )
+    found += _streams()
     found += _service_operations()
     found += _reads()
+    return found
+
+
+def _streams() -> list[Operation]:
+    found: list[Operation] = []
+
+    def add(name: str, prepare: Prepare, call: Call, variant: str = "", *, is_idempotent: bool = True) -> None:
+        found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, is_idempotent=is_idempotent))
+
+    # Every call appends another frame.
+    add("append_frame", claimed, lambda e, s: e.append_frame(s.handle, FRAME), "the first", is_idempotent=False)
+    add("append_frame", streaming, lambda e, s: e.append_frame(s.handle, FRAME), "a further one", is_idempotent=False)
+    add("append_frame", streaming, lambda e, s: e.append_frame(s.handle, PATCH), "a patch", is_idempotent=False)
+    add(
+        "append_frame",
+        streaming,
+        lambda e, s: asyncio.gather(*(e.append_frame(s.handle, each) for each in (FRAME, PATCH, FRAME))),
+        "several",
+        is_idempotent=False,
+    )
+    add("complete", streaming, lambda e, s: e.complete(s.handle, b"x"), "with a stream")
+    add("fail", streaming, lambda e, s: e.fail(s.handle, reason="x"), "with a stream")
+    add("suspend", streaming, lambda e, s: e.suspend(s.handle, suspend_args(s)), "with a stream")
+    add(
+        "mark_lease_expired_if_due",
+        streaming_past_lease,
+        lambda e, s: e.mark_lease_expired_if_due(s.execution_id),
+        "with a stream",
+    )
+    add("claim", streaming_lease_expired, _claim, "an expired lease with a stream")
+    add("expire_streams", with_expired_stream, lambda e, _: parts_of(e).stream_expiry.sweep_batch())
     return found
 
 
@@ -334,15 +372,15 @@ def _reads() -> list[Operation]:
     add("list_pending_waitpoints", suspended, lambda e, s: e.list_pending_waitpoints(execution_id=s.execution_id))
     add("list_suspended", suspended, lambda e, _: e.list_suspended())
     add("observe_signals", suspended, lambda e, s: e.observe_signals(s.handle))
-    add("read_stream", streamed, lambda e, s: e.read_stream(s.execution_id, 0))
-    add("tail_stream", streamed, lambda e, s: e.tail_stream(s.execution_id, 0, block_ms=1000))
+    add("read_stream", streaming, lambda e, s: e.read_stream(s.execution_id, 0))
+    add("tail_stream", streaming, lambda e, s: e.tail_stream(s.execution_id, 0, block_ms=1000))
     add(
         "tail_stream",
-        streamed,
+        streaming,
         lambda e, s: e.tail_stream(s.execution_id, 0, after="9999999999999-0", block_ms=50),
         "until the end of its wait",
     )
-    add("read_summary", streamed, lambda e, s: e.read_summary(s.execution_id, 0))
+    add("read_summary", streaming, lambda e, s: e.read_summary(s.execution_id, 0))
     add("get_execution_tag", tagged, lambda e, s: e.get_execution_tag(s.execution_id, "app.key"))
     add("explain", created, lambda e, s: e.explain(s.execution_id))
     add("list_waitpoint_hmac_kids", nothing, lambda e, _: e.list_waitpoint_hmac_kids())

@@ -62,19 +62,65 @@ async def test_an_execution_with_many_frames_is_deleted_in_batches(
     engine: Engine, given: Given, clock: Clock, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "FRAME_LIMIT", 100)
-    for _ in range(3):
-        await ended(engine, given, 90)
+    plain = [await given.completed() for _ in range(2)]
+    for frames in (39, 39, 39, 300, 0):
+        await ended(engine, given, frames)
     await clock.advance(ms=DAY_MS)
-    trims = [await parts_of(engine).retention.trim_batch() for _ in range(4)]
-    # 273 frames: the last batch of frames is not full, so the executions follow at once.
-    assert [(trim.done, trim.is_full) for trim in trims] == [(0, True), (0, True), (3, False), (0, False)]
+    trims = [await parts_of(engine).retention.trim_batch() for _ in range(7)]
+    assert [(trim.done, trim.is_full) for trim in trims] == [
+        # Those without frames, and two with 40 frames each.
+        (len(plain) + 2, True),
+        (1, True),
+        # 301 frames of one execution; then it and the last one have few enough.
+        (0, True),
+        (0, True),
+        (0, True),
+        (2, False),
+        (0, False),
+    ]
     assert await counts(rows) == [0, 0, 0]
+
+
+async def test_a_half_deleted_stream_has_no_visible_frame(
+    engine: Engine, given: Given, clock: Clock, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "FRAME_LIMIT", 100)
+    handle = await ended(engine, given, 300)
+    await clock.advance(ms=DAY_MS)
+    assert (await parts_of(engine).retention.trim_batch()).is_full
+    assert len(await stored_frames(rows, handle)) == 201
+    assert await payloads(engine, handle) == []
+
+
+async def test_a_locked_execution_with_many_frames_does_not_stop_the_retention_of_others(
+    engine: Engine,
+    given: Given,
+    clock: Clock,
+    rows: Rows,
+    connection: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retention, "FRAME_LIMIT", 100)
+    held = await ended(engine, given, 300)
+    others = [await ended(engine, given, 60) for _ in range(2)]
+    await clock.advance(ms=DAY_MS)
+    async with rewriting(connection, "execution", held.execution_id):
+        trims = [await parts_of(engine).retention.trim_batch() for _ in range(4)]
+        assert [(trim.done, trim.is_full) for trim in trims] == [(0, True), (1, True), (1, False), (0, False)]
+    assert [str(row["execution_id"]) for row in await rows.of("execution")] == [uuid_of(held.execution_id)]
+    assert len(others) == 2
+    assert len(await stored_frames(rows, held)) == 301
+    async with rewriting(connection, "execution", held.execution_id):
+        # Fits the limit by itself.
+        monkeypatch.setattr(retention, "FRAME_LIMIT", 1_000)
+        trim = await parts_of(engine).retention.trim_batch()
+        assert (trim.done, trim.is_full) == (0, False)
 
 
 async def test_frames_of_executions_that_are_kept_are_not_deleted(
     engine: Engine, given: Given, clock: Clock, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "FRAME_LIMIT", 1)
+    monkeypatch.setattr(retention, "FRAME_LIMIT", 3)
     old = await ended(engine, given)
     await clock.advance(ms=DAY_MS // 2)
     young = await ended(engine, given)
