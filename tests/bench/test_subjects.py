@@ -1,12 +1,21 @@
 """The subjects that measure FlowFabric run, and bench/README.md describes every figure."""
 
+import asyncio
 import os
 import re
 from pathlib import Path
 
 import pytest
 
-from flowfabric.bench import ours_counts, ours_dead_rows, ours_pinned, ours_queues, ours_renew, ours_result
+from flowfabric.bench import (
+    ours_counts,
+    ours_dead_rows,
+    ours_pinned,
+    ours_queues,
+    ours_renew,
+    ours_result,
+    ours_streams,
+)
 from flowfabric.bench.meter import Meter, fields_of, postmaster_of
 from flowfabric.bench.observer import SQL, observing, pinned
 from flowfabric.bench.ours import check, engine_on, fill, noop, noops
@@ -37,6 +46,26 @@ async def test_results_are_measured_within_and_across_processes(
     figures = await ours_result.measure(Task(url=empty_url, scale=TINY))
     assert set(figures) == {"submit_to_result", "submit_to_result_across", "results_3000"}
     check_figures(figures, described)
+
+
+async def test_appends_and_tails_within_and_across_processes_are_measured(
+    empty_url: str, described: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours_streams, "TAILS", 20)
+    monkeypatch.setattr(ours_streams, "BURSTS", 1)
+    figures = await ours_streams.measure(Task(url=empty_url, scale=TINY))
+    assert {"frames_grouped", "frames_one_commit", "append_to_tail_across", "tails_200_probe"} <= set(figures)
+    check_figures(figures, described)
+
+
+async def test_a_probe_that_is_cancelled_counts_the_time_it_has_waited(empty_url: str) -> None:
+    async with engine_on(empty_url) as engine:
+        seconds: list[float] = []
+        probing = asyncio.create_task(ours_streams.probe(engine, seconds))
+        await asyncio.sleep(0)
+        probing.cancel()
+        await asyncio.gather(probing, return_exceptions=True)
+    assert len(seconds) == 1
 
 
 async def test_the_cost_of_an_execution_is_measured(empty_url: str, described: set[str]) -> None:

@@ -23,6 +23,7 @@ RATIOS = {
     "submit_batch_1500b_tag/raw_insert100_1500b": ("submit_batch_1500b_tag", "raw_insert100_1500b"),
     "signal_resume_burst/complete_burst": ("signal_resume_burst", "complete_burst"),
     "signal_resume_burst/engine_claim_finish": ("signal_resume_burst", "engine_claim_finish"),
+    "frames_grouped/frames_one_commit": ("frames_grouped", "frames_one_commit"),
     "soak_last_tenth/soak_first_tenth": ("soak_last_tenth", "soak_first_tenth"),
     **{f"claim_{size}/claim_20k": (f"claim_{size}", "claim_20k") for size in ("1m", "100k")},
     **{f"claim_{size}_mixed/claim_20k_mixed": (f"claim_{size}_mixed", "claim_20k_mixed") for size in ("1m", "100k")},

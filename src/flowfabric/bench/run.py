@@ -36,6 +36,7 @@ SUBJECTS = {
     "counts": "flowfabric.bench.ours_counts",
     "pinned": "flowfabric.bench.ours_pinned",
     "dead_rows": "flowfabric.bench.ours_dead_rows",
+    "streams": "flowfabric.bench.ours_streams",
     "soak": "flowfabric.bench.soak",
 }
 

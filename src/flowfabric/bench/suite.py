@@ -27,9 +27,22 @@ SUBJECT_TIMEOUT_S = 300
 SOAK = "soak"
 ONCE = frozenset({"idle", "backlog", "counts"})
 """Subjects that report medians of many samples: one round is enough."""
-THOROUGH = frozenset({"result", "cost", "renew", "queues", "counts", "pinned", "dead_rows"})
+THOROUGH = frozenset({"result", "cost", "renew", "queues", "counts", "pinned", "dead_rows", "streams"})
 """Subjects that a quick run measures only if they are named."""
-OURS = ("submit", "work", "suspend", "idle", "backlog", "result", "cost", "renew", "queues", "pinned", "dead_rows")
+OURS = (
+    "submit",
+    "work",
+    "suspend",
+    "idle",
+    "backlog",
+    "result",
+    "cost",
+    "renew",
+    "queues",
+    "pinned",
+    "dead_rows",
+    "streams",
+)
 DISTRIBUTIONS = ("asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")
 
 
