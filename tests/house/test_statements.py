@@ -215,16 +215,20 @@ KINDS = {
     "renew_leases": {EventKind.RENEWED},
     "complete_leases": {EventKind.RELEASED},
     "end_leases": {EventKind.RELEASED, EventKind.ENDED, EventKind.EXPIRED},
+    "insert_deliveries": {EventKind.SIGNAL},
+    "insert_alike": {EventKind.TAG_ATTACHED},
+    "insert_executions": {EventKind.TAG_ATTACHED},
 }
-"""The kinds of events that the hot statements write."""
+"""The kinds of events that statements write; resume_locked and set_tags take the kind from a parameter or a list."""
 
 _EVENT = re.compile(r"\binsert into (event|worker_event) \(([^)]*)\)\s+(select\s.*?)\n\)", re.DOTALL)
+_SUBQUERY = re.compile(r"\(\s*select\b(?:[^()]|\([^()]*\))*\)")
 _SELECTED = re.compile(r"\bselect\s(.*?)\s+from\s", re.DOTALL)
 
 
 def written(statement: Statement, table: str, column: str) -> Iterator[str]:
     """The expressions that a statement writes to a column of an event table, without the conditions in them."""
-    for found in _EVENT.finditer(statement.sql.replace("(select now from clock)", "now")):
+    for found in _EVENT.finditer(_SUBQUERY.sub("subquery", statement.sql)):
         for selected in _SELECTED.findall(found[3]) if found[1] == table else ():
             named = dict(zip((name.strip() for name in split(found[2])), split(selected), strict=True))
             if column in named:

@@ -171,7 +171,7 @@ async def test_concurrent_processes_drop_each_partition_once(
     async def drop() -> list[str]:
         connection = await asyncpg.connect(url)
         try:
-            return await partitions.drop_older(connection, schema=SCHEMA, before_ms=later)
+            return await partitions.drop_older(connection, schema=SCHEMA, before_ms=later, families={})
         finally:
             await connection.close()
 

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,6 +34,26 @@ select c.relname as name, h.inhrelid is not null as is_attached
 _OWNER = """
 select quote_ident(current_user), quote_ident(pg_get_userbyid(relowner))
   from pg_class where oid = to_regclass($1 || '.event')
+"""
+
+_INDEX_CONDITION = "kind not in ('acquired', 'renewed', 'released', 'ended')"
+"""The condition of the index on rare events, which a query must repeat to use that index."""
+
+_NEWEST = 'select event_id from "{schema}"."{name}" order by event_id desc limit 1'
+_NEWEST_RARE = f"""
+select max(e.event_id) from unnest($2::text[]) as k(kind)
+ cross join lateral (
+       select event_id from "{{schema}}"."{{name}}"
+        where kind = k.kind::"{{schema}}".event_kind and {_INDEX_CONDITION} order by event_id desc limit 1) e
+"""
+_RECORD = """
+insert into "{schema}".feed_trim as t (family, event_id, xid)
+select $1, d.event_id, d.xid
+  from (select ({newest}) as event_id,
+               (select xid from "{schema}"."{name}" order by xid desc, event_id desc limit 1) as xid) d
+ where d.event_id is not null
+on conflict (family) do update
+   set event_id = greatest(t.event_id, excluded.event_id), xid = greatest(t.xid, excluded.xid), trims = t.trims + 1
 """
 
 
@@ -84,8 +104,13 @@ async def ensure(connection: Connection, *, schema: str, now_ms: int, ahead_days
     return EnsuredPartitions(created=tuple(created), skipped=skipped)
 
 
-async def drop_older(connection: Connection, *, schema: str, before_ms: int) -> list[str]:
-    """Drop the partitions that hold only older events; return their names."""
+async def drop_older(
+    connection: Connection, *, schema: str, before_ms: int, families: Mapping[str, Sequence[str] | None]
+) -> list[str]:
+    """Drop the partitions that hold only older events; return their names.
+
+    Records the newest dropped event of each family in the same transaction; a family is its kinds, or None for all.
+    """
     check_schema_name(schema)
     dropped: list[str] = []
     for name, is_attached in await connection.fetch(_LIST, schema):
@@ -94,7 +119,7 @@ async def drop_older(connection: Connection, *, schema: str, before_ms: int) -> 
         try:
             # Detaching locks the whole table but is quick; dropping the detached table may take longer.
             if is_attached:
-                await _detach(connection, schema, name)
+                await _detach(connection, schema, name, families)
             if await _drop(connection, schema, name):
                 dropped.append(name)
         except asyncpg.LockNotAvailableError:
@@ -133,10 +158,16 @@ async def _create(connection: Connection, schema: str, name: str) -> bool:
         return True
 
 
-async def _detach(connection: Connection, schema: str, name: str) -> None:
+async def _detach(connection: Connection, schema: str, name: str, families: Mapping[str, Sequence[str] | None]) -> None:
     async with _locked_transaction(connection, schema):
-        if await _exists(connection, schema, name, attached=True):
-            await connection.execute(f'alter table "{schema}".event detach partition "{schema}"."{name}"')
+        if not await _exists(connection, schema, name, attached=True):
+            return
+        # Locks the tables before the rows of feed_trim: the statement that deletes single events does so too.
+        await connection.execute(f'alter table "{schema}".event detach partition "{schema}"."{name}"')
+        for family, kinds in sorted(families.items()):
+            newest = _NEWEST if kinds is None else _NEWEST_RARE
+            record = _RECORD.format(newest=newest.format(schema=schema, name=name), schema=schema, name=name)
+            await connection.execute(record, family, *(() if kinds is None else (kinds,)))
 
 
 async def _drop(connection: Connection, schema: str, name: str) -> bool:

@@ -261,17 +261,16 @@ create table execution_tag (
   constraint execution_tag_pkey PRIMARY KEY (partition_key, execution_id, key));
 
 create table feed_origin (
-  only_row boolean not null default true,
   generation integer not null,
-  system_identifier bigint not null,
+  origin text not null,
   restored_event_id bigint not null,
-  constraint feed_origin_pkey PRIMARY KEY (only_row),
-  constraint feed_origin_has_one_row CHECK (only_row));
+  constraint feed_origin_pkey PRIMARY KEY (generation));
 
 create table feed_trim (
   family text not null,
   event_id bigint not null,
   xid xid8 not null,
+  trims bigint not null default 1,
   constraint feed_trim_pkey PRIMARY KEY (family));
 
 create table idempotency_key (

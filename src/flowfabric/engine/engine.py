@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from flowfabric.engine.core.keys import Keys
+from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.execution.cancel import Cancel
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.execution.submit import Submit
@@ -108,6 +109,13 @@ class Engine:
     tail_stream = operation(Tails.tail_stream)
     read_summary = operation(Tails.read_summary)
 
+    # Feeds of events.
+    subscribe_completion = operation(Feeds.subscribe_completion)
+    subscribe_lease_history = operation(Feeds.subscribe_lease_history)
+    subscribe_signal_delivery = operation(Feeds.subscribe_signal_delivery)
+    subscribe_operator_events = operation(Feeds.subscribe_operator_events)
+    subscribe_instance_tags = operation(Feeds.subscribe_instance_tags)
+
     # Signing keys.
     seed_waitpoint_hmac_secret = operation(Keys.seed_waitpoint_hmac_secret)
     rotate_waitpoint_hmac_secret_all = operation(Keys.rotate_waitpoint_hmac_secret_all)
@@ -160,11 +168,7 @@ class Engine:
             async def refuse(*_: object, **__: object) -> None:
                 raise error("unavailable", f"{name}: not implemented in flowfabric {__version__}")
 
-            async def refuse_each(*_: object, **__: object) -> AsyncIterator[object]:
-                await refuse()
-                yield
-
-            return refuse_each if name.startswith("subscribe_") else refuse
+            return refuse
 
     def backend_label(self) -> str:
         """The name of the storage backend."""

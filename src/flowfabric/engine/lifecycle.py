@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from flowfabric.db import migrate
 from flowfabric.db.address import database_of, server_of
@@ -20,10 +21,9 @@ from flowfabric.db.rights import Rights, rights_of
 from flowfabric.db.session import NO_LIMITS, Limits, close, connect, ignored_settings
 from flowfabric.db.unreachable import Unreachable
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.execution.results import Results
+from flowfabric.engine.event.origin import keep_origin
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.store import SQL, Rules, Store, error_of
-from flowfabric.engine.stream.tail import Tails
 from flowfabric.model.errors import EngineError, TransportError, error, reason_of
 from flowfabric.model.ids import LaneId, Partitions
 from flowfabric.model.seal import Seals
@@ -71,7 +71,7 @@ class Lifecycle:
         )
         """Identifies the store: equal for every engine of this process on the same store."""
         self.hints = Hints(database, polls_only=not settings.listen)
-        self.store = Store(
+        self.store: Store = Store(
             database,
             self.hints,
             Rules(
@@ -83,6 +83,7 @@ class Lifecycle:
                 retention_ms=settings.retention_ms,
                 feed_retention_ms=settings.feed_retention_ms,
             ),
+            first=None if first is None else first.store,
         )
         self.keys: Keys = Keys(self.store, Seals(settings.secret_keys), {} if first is None else first.keys.known)
 
@@ -172,6 +173,8 @@ class Lifecycle:
         self._check_counts(rows[0])
         for lane in self.settings.lanes:
             await self.store.lane_no(LaneId(lane), registered_by="configuration")
+        if await keep_origin(self.store):
+            done.append("events restored from another server")
         if not self._is_second:
             done += await self.keys.prepare(self._secret, may_generate=self._embedded is not None)
         return Applied(description=", ".join(done)) if done else NothingToPrepare()
@@ -282,15 +285,22 @@ class Lifecycle:
             await off_loop(self._embedded.release)
 
 
+class Waits(Protocol):
+    """A service whose callers wait for something."""
+
+    def refuse(self) -> None:
+        """Fail current waiters and reject new ones."""
+
+    async def close(self) -> None:
+        """Fail current waiters and stop."""
+
+
 class Shutdown:
     """Ends waits and drains the calls in progress before a process stops or the engine closes."""
 
-    def __init__(
-        self, claims: Claim, results: Results, tails: Tails, drains: Sequence[Callable[[], Awaitable[None]]]
-    ) -> None:
+    def __init__(self, claims: Claim, waits: Sequence[Waits], drains: Sequence[Callable[[], Awaitable[None]]]) -> None:
         self._claims = claims
-        self._results = results
-        self._tails = tails
+        self._waits = waits
         self._drains = drains
 
     async def shutdown_prepare(self, grace_ms: int) -> None:
@@ -301,11 +311,11 @@ class Shutdown:
         check_range(grace_ms, "grace_ms", 0, MAX_GRACE_MS)
         began = time.monotonic()
         self._claims.refuse_waits()
-        self._results.refuse()
-        self._tails.refuse()
+        for each in self._waits:
+            each.refuse()
         try:
             async with asyncio.timeout(grace_ms / 1000):
-                for drain in (self._claims.wait_idle, self._tails.drain, *self._drains):
+                for drain in (self._claims.wait_idle, *self._drains):
                     await drain()
         except TimeoutError:
             elapsed_ms = round((time.monotonic() - began) * 1000)
@@ -313,11 +323,11 @@ class Shutdown:
 
     async def close(self) -> None:
         """End waits and finish the calls in progress; abandon those that take longer than DRAIN_SECONDS."""
-        self._tails.refuse()
-        await self._results.close()
+        for each in self._waits:
+            await each.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
-                for drain in (self._claims.drain, self._tails.drain, *self._drains):
+                for drain in (self._claims.drain, *self._drains):
                     await drain()
 
 

@@ -1,13 +1,14 @@
 """Services: the objects whose methods are the operations of an engine, exposed without copying their signatures."""
 
 import functools
+import inspect
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 Service = TypeVar("Service")
 Arguments = ParamSpec("Arguments")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class Services:
@@ -32,32 +33,40 @@ class HasServices(Protocol):
     def _services(self) -> Services: ...
 
 
-class operation(Generic[Service, Arguments, Answer]):
+class operation(Generic[Service, Arguments, Result]):
     """A descriptor that exposes a service's method on the engine with the same signature and docstring.
 
     Access through an engine returns the bound method of its service, so a call adds no stack frame.
     """
 
-    def __init__(self, method: Callable[Concatenate[Service, Arguments], Coroutine[Any, Any, Answer]]) -> None:
+    def __init__(self, method: Callable[Concatenate[Service, Arguments], Result]) -> None:
         owner, _, name = method.__qualname__.rpartition(".")
         kind: type[Service] = getattr(sys.modules[method.__module__], owner)
 
-        @functools.wraps(method)
-        async def unbound(engine: HasServices, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-            return await method(engine._services[kind], *args, **kwargs)
+        def unbound(engine: HasServices, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            return method(engine._services[kind], *args, **kwargs)
 
-        self._unbound = unbound
+        if inspect.iscoroutinefunction(method):
+            unbound = _coroutine_function(unbound)
+        self._unbound = functools.wraps(method)(unbound)
         self._kind = kind
         self._name = name
 
     @overload
-    def __get__(
-        self, engine: None, owner: type
-    ) -> Callable[Concatenate[HasServices, Arguments], Coroutine[Any, Any, Answer]]: ...
+    def __get__(self, engine: None, owner: type) -> Callable[Concatenate[HasServices, Arguments], Result]: ...
     @overload
-    def __get__(self, engine: HasServices, owner: type) -> Callable[Arguments, Coroutine[Any, Any, Answer]]: ...
-    def __get__(self, engine: HasServices | None, owner: type) -> Callable[..., Coroutine[Any, Any, Answer]]:
+    def __get__(self, engine: HasServices, owner: type) -> Callable[Arguments, Result]: ...
+    def __get__(self, engine: HasServices | None, owner: type) -> Callable[..., Result]:
         if engine is None:
             return self._unbound
-        bound: Callable[Arguments, Coroutine[Any, Any, Answer]] = getattr(engine._services[self._kind], self._name)
+        bound: Callable[Arguments, Result] = getattr(engine._services[self._kind], self._name)
         return bound
+
+
+def _coroutine_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, recognised as a coroutine function."""
+
+    async def unbound(*args: object, **kwargs: object) -> object:
+        return await function(*args, **kwargs)
+
+    return unbound

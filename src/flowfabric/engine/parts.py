@@ -5,6 +5,7 @@ from typing import Protocol
 
 from flowfabric.engine.core.consequence import Attachment, Consequence, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.event.partitions import EventPartitions
 from flowfabric.engine.execution.cancel import Cancel
 from flowfabric.engine.execution.create import Create
@@ -34,6 +35,8 @@ from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
 from flowfabric.engine.store import Store
 from flowfabric.engine.stream.append import Streams
+from flowfabric.engine.stream.close import end_streams
+from flowfabric.engine.stream.expire import StreamExpiry
 from flowfabric.engine.stream.tail import Tails
 from flowfabric.engine.wait.close import close_suspensions
 from flowfabric.engine.wait.deliver import Signals
@@ -45,6 +48,7 @@ from flowfabric.engine.wait.waitpoint import Waitpoints
 CONSEQUENCES: Mapping[Attachment, Consequence] = {
     Attachment.GRANT: delete_grants,
     Attachment.SUSPENSION: close_suspensions,
+    Attachment.STREAM: end_streams,
 }
 """What to do for each kind of attachment when the lease or the execution ends."""
 
@@ -94,6 +98,7 @@ class Parts:
             )
         )
         streams = services.add(Streams(store))
+        self.stream_expiry = services.add(StreamExpiry(store))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         self.tails = services.add(
@@ -104,14 +109,16 @@ class Parts:
                 max_operations=settings.max_concurrent_stream_ops,
             )
         )
+        feeds = services.add(Feeds(store))
         self.event_partitions = services.add(EventPartitions(store))
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
-        drained = (submit, self.signals, suspend, streams, lease_ends, renewals)
-        self.shutdown = services.add(Shutdown(claims, results, self.tails, [service.drain for service in drained]))
+        drained = (self.tails, submit, self.signals, suspend, streams, lease_ends, renewals)
+        waits = (results, self.tails, feeds)
+        self.shutdown = services.add(Shutdown(claims, waits, [service.drain for service in drained]))
 
     @property
     def store(self) -> Store:

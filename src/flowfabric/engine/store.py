@@ -55,10 +55,10 @@ class QueueNumbers(NamedTuple):
 class Store:
     """The database as the operations see it."""
 
-    def __init__(self, database: Database, hints: Hints, rules: Rules) -> None:
+    def __init__(self, database: Database, hints: Hints, rules: Rules, first: "Store | None" = None) -> None:
         self.database = database
         self.rules = rules
-        self.wakeups = Wakeups(hints)
+        self.wakeups: Wakeups = Wakeups(hints, None if first is None else first.wakeups)
         self.due_watermark = TimerWatermark(full_scan_seconds=10, margin_ms=1_000)
         self.retained_watermark = TimerWatermark(full_scan_seconds=600, margin_ms=100)
         self._numbers: dict[tuple[str, ...], int] = {}

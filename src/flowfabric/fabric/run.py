@@ -343,8 +343,6 @@ class Run(Generic[Value]):
             target = await signals.read_target(self.id, name, signal_id)
             if target is None:
                 raise self._not_found()
-            if target.is_repeat:
-                return
             if target.waitpoint_id is not None:
                 try:
                     await signals.deliver_trusted(

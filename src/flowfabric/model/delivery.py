@@ -95,6 +95,8 @@ class DeliveryTarget:
     now: int
     wait: Wait | None = None
     recorded: list[Recorded] = field(default_factory=list)
+    delivered: list[tuple[NewSignal, Accepted | SignalDuplicate]] = field(default_factory=list)
+    """The signals that were not refused, in order; each is reported by an event."""
     counts: dict[WaitpointId, tuple[int, int]] = field(default_factory=dict)
     """For each waitpoint how many signals it accepted in this delivery, and how many of them matched the condition."""
     closing_signal: NewSignal | None = None
@@ -131,7 +133,9 @@ class DeliveryTarget:
         """Accept the next authenticated signal, or return why not; `earlier` is a stored signal that it duplicates."""
         earlier = earlier or self._repeated(signal)
         if earlier is not None:
-            return SignalDuplicate(existing_signal_id=earlier)
+            duplicate = SignalDuplicate(existing_signal_id=earlier)
+            self.delivered.append((signal, duplicate))
+            return duplicate
         try:
             disposition = self._accepted(signal, waitpoint)
         except EngineError as refused:
@@ -141,7 +145,9 @@ class DeliveryTarget:
         self.recorded.append(Recorded(signal, waitpoint, disposition))
         accepted, matched = self.counts.get(signal.waitpoint_id, (0, 0))
         self.counts[signal.waitpoint_id] = accepted + 1, matched + disposition.is_matched
-        return Accepted(signal_id=signal.id, effect=disposition.effect, disposition=disposition)
+        answer = Accepted(signal_id=signal.id, effect=disposition.effect, disposition=disposition)
+        self.delivered.append((signal, answer))
+        return answer
 
     def _accepted(self, signal: NewSignal, waitpoint: Waitpoint) -> SignalDisposition:
         self._check_open(waitpoint)

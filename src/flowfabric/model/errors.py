@@ -198,9 +198,15 @@ class OperationTimeoutError(EngineError):
 
 
 class StreamDisconnectedError(EngineError):
-    """A subscription ended; the detail holds the `cursor` to reconnect with."""
+    """A subscription ended; the detail holds the `cursor` to reconnect with, and the `reason`."""
 
     category = "stream_disconnected"
+
+    @property
+    def cursor(self) -> bytes:
+        """The position after the last event that was taken."""
+        cursor = self.detail.get("cursor") if isinstance(self.detail, Mapping) else None
+        return cursor if isinstance(cursor, bytes) else b""
 
 
 class StreamBackpressureError(EngineError):

@@ -1,7 +1,8 @@
 """The kinds of events, and the reasons and outcomes they carry."""
 
+from collections.abc import Mapping
 from enum import IntEnum, StrEnum
-from typing import Self
+from typing import Final, Self
 
 from flowfabric.model.states import TerminalOutcome
 
@@ -34,6 +35,27 @@ class EventFamily(StrEnum):
     SIGNAL = "signal_event"
     OPERATOR = "operator_event"
     INSTANCE_TAG = "instance_tag"
+
+
+FAMILY_KINDS: Final[Mapping[EventFamily, tuple[EventKind, ...]]] = {
+    EventFamily.COMPLETION: (EventKind.ENDED, EventKind.RELEASED),
+    EventFamily.LEASE: (
+        EventKind.ACQUIRED,
+        EventKind.RENEWED,
+        EventKind.RELEASED,
+        EventKind.EXPIRED,
+        EventKind.REVOKED,
+        EventKind.RECLAIMED,
+        EventKind.REPLAY_INITIATED,
+    ),
+    EventFamily.SIGNAL: (EventKind.SIGNAL,),
+    EventFamily.OPERATOR: (EventKind.OPERATOR_RESUMED, EventKind.OPERATOR_ACTION),
+    EventFamily.INSTANCE_TAG: (EventKind.TAG_ATTACHED, EventKind.TAG_CLEARED),
+}
+"""The kinds of events of each feed. A release that ends its execution is of two feeds."""
+
+RARE_FAMILIES: Final = (EventFamily.SIGNAL, EventFamily.OPERATOR, EventFamily.INSTANCE_TAG)
+"""The feeds whose events are found by kind, without reading the events of the other feeds."""
 
 
 class ReleaseReason(StrEnum):

@@ -47,6 +47,15 @@ class SignalEffect(StrEnum):
     BUFFERED_FOR_PENDING_WAITPOINT = "buffered_for_pending_waitpoint"
 
 
+class ReportedEffect(StrEnum):
+    """The effect of a delivery as its event reports it."""
+
+    APPENDED_TO_WAITPOINT = "appended_to_waitpoint"
+    SATISFIED = "satisfied"
+    BUFFERED = "buffered"
+    DEDUPED = "deduped"
+
+
 class SignalDisposition(StrEnum):
     """Why a delivery had its effect."""
 

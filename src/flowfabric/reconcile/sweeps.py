@@ -10,6 +10,7 @@ from flowfabric.engine.execution import retention
 from flowfabric.engine.fleet import identities, sessions, workers
 from flowfabric.engine.lease import expire
 from flowfabric.engine.parts import Parts
+from flowfabric.engine.stream import expire as streams
 from flowfabric.engine.wait import timeout
 from flowfabric.reconcile.due import Due
 from flowfabric.settings import Settings
@@ -108,10 +109,18 @@ SWEEPS = (
     ),
     Sweep(
         "retention_trimmer",
-        lambda parts: parts.retention.trim(),
+        lambda parts: parts.retention.trim_batch(),
         every=lambda settings: _seconds(settings.retention_trimmer_interval_s),
         batch=retention.TRIM_LIMIT,
         is_due=lambda due: due.has_retained,
+        is_gentle=True,
+    ),
+    Sweep(
+        "stream_expiry",
+        lambda parts: parts.stream_expiry.sweep_batch(),
+        every=lambda _: _seconds(5),
+        batch=streams.STREAM_LIMIT,
+        is_due=lambda due: due.has_expired_streams,
         is_gentle=True,
     ),
     Sweep(

@@ -57,7 +57,7 @@ async def test_the_instance_tag_is_stored_on_the_row_and_in_events(engine: Engin
     await engine.set_execution_tag(execution_id, "ff.instance_id", "green")
     assert (await rows.execution(execution_id))["instance_tag"] == "green"
     await given.claim()
-    assert [event["instance_tag"] for event in await rows.events(execution_id)] == ["green"]
+    assert (await rows.events(execution_id))[-1]["instance_tag"] == "green"
 
 
 @pytest.mark.usefixtures("altered_rows")

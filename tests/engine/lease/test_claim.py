@@ -81,8 +81,8 @@ async def test_claim_returns_the_handle_of_the_best_execution_or_nothing(
 
 async def test_a_claim_writes_one_acquired_event(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     claimed = await given.run(tags={"ff.instance_id": "i-1"}, namespace="tenant")
-    assert await event_texts(rows, claimed.execution_id) == ["acquired"]
-    (event,) = await rows.events(claimed.execution_id)
+    assert await event_texts(rows, claimed.execution_id) == ["tag_attached", "acquired"]
+    _, event = await rows.events(claimed.execution_id)
     row = await rows.execution(claimed.execution_id)
     assert (event["at"], event["lease_epoch"], event["lease_id"]) == (await clock.now(), 1, claimed.lease_id)
     assert (event["attempt_index"], event["worker_no"], event["outcome"]) == (0, row["worker_no"], None)

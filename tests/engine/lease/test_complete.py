@@ -52,8 +52,8 @@ async def test_a_completed_run_ends_its_execution(
     assert (attempt["lease_epoch"], attempt["worker_no"]) == (1, worker_no)
     assert (attempt["started_at"], attempt["ended_at"]) == (began, now)
     assert (attempt["failure_reason"], attempt["failure_category"]) == (None, None)
-    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released completed>success"]
-    event = (await rows.events(claimed.execution_id))[1]
+    assert await event_texts(rows, claimed.execution_id) == ["tag_attached", "acquired", "released completed>success"]
+    event = (await rows.events(claimed.execution_id))[2]
     assert (event["lease_id"], event["lease_epoch"], event["attempt_index"]) == (claimed.lease_id, 1, 0)
     assert (event["at"], event["worker_no"], event["instance_tag"]) == (now, worker_no, "i-1")
     assert event["namespace_no"] == row["namespace_no"]

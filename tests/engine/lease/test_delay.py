@@ -74,8 +74,8 @@ async def test_a_delay_gives_up_the_lease_and_keeps_the_attempt(
     assert (attempt["attempt_id"], attempt["attempt_index"], attempt["resumed_at"]) == (claimed.attempt_id, 0, None)
     assert (attempt["lease_id"], attempt["lease_epoch"], attempt["worker_no"]) == (claimed.lease_id, 1, worker_no)
     assert (attempt["failure_reason"], attempt["failure_category"], row["result_payload"]) == (None, None, None)
-    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released worker_delay"]
-    event = (await rows.events(claimed.execution_id))[1]
+    assert await event_texts(rows, claimed.execution_id) == ["tag_attached", "acquired", "released worker_delay"]
+    event = (await rows.events(claimed.execution_id))[2]
     assert (event["lease_id"], event["attempt_index"], event["instance_tag"]) == (claimed.lease_id, 0, "i-1")
     (shown,) = await rows.of("attempt_all", execution_id=uuid_of(claimed.execution_id))
     assert shown["attempt_state"] == "suspended"

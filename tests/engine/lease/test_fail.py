@@ -49,8 +49,12 @@ async def test_a_failure_with_no_retry_left_ends_the_execution(
     assert (attempt["attempt_id"], attempt["lease_id"]) == (claimed.attempt_id, claimed.lease_id)
     assert (attempt["started_at"], attempt["ended_at"], attempt["worker_no"]) == (began, now, worker_no)
     assert row["result_payload"] is None
-    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released failed_terminal>failed"]
-    event = (await rows.events(claimed.execution_id))[1]
+    assert await event_texts(rows, claimed.execution_id) == [
+        "tag_attached",
+        "acquired",
+        "released failed_terminal>failed",
+    ]
+    event = (await rows.events(claimed.execution_id))[2]
     assert (event["lease_id"], event["attempt_index"], event["instance_tag"]) == (claimed.lease_id, 0, "i-1")
 
 

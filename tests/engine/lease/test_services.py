@@ -76,7 +76,7 @@ async def test_complete_execution_ends_a_run_like_complete(
     assert (row["result_payload"], row["result_encoding"]) == (b"\x00done", "raw")
     assert await engine.get_execution_result(claimed.execution_id) == b"\x00done"
     assert (await engine.wait_for_ending(claimed.execution_id)).result_encoding == "raw"
-    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released completed>success"]
+    assert await event_texts(rows, claimed.execution_id) == ["tag_attached", "acquired", "released completed>success"]
     handle = await given.claimed()
     await engine.complete_execution(**fence(handle))
     row = await rows.execution(handle.execution_id)

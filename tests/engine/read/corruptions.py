@@ -144,6 +144,13 @@ ROWS: dict[str, list[tuple[str, str]]] = {
     "attached: the grant bit is missing": [
         ("granted", "attached = 0"),
     ],
+    "attached: the stream bit is set without a stream": [
+        ("created", "attached = 4"),
+        ("claimed", "attached = 4"),
+    ],
+    "attached: the stream bit is missing": [
+        ("streaming", "attached = 0"),
+    ],
     "suspension: missing or closed though the execution is suspended": [
         ("suspended", "suspension_id = null"),
     ],
@@ -436,6 +443,31 @@ RELATED_ROWS: dict[str, list[tuple[str, str]]] = {
             "update suspension set attempt_index = 1 "
             "where suspension_id <> (select suspension_id from execution where {mine}) and {mine}",
         ),
+    ],
+    "stream: its attempt does not exist": [
+        ("streaming", "update stream set attempt_index = 1 where {mine}"),
+    ],
+    "stream: the counters contradict each other": [
+        ("streaming", "update stream set frame_count = 0 where {mine}"),
+        ("streaming", "update stream set first_frame_no = 4 where {mine}"),
+        ("streaming", "update stream set expires_at = 1 where {mine}"),
+    ],
+    "stream: the newest frame contradicts the counters": [
+        ("streaming", "update stream set frame_count = 3 where {mine}"),
+        ("streaming", "update stream set last_seq = 7 where {mine}"),
+        ("streaming", "delete from stream_frame where frame_no = 2 and {mine}"),
+    ],
+    "stream_summary: present though the stream has no summary frame": [
+        ("streaming", "update stream set has_durable_frame = false where {mine}"),
+    ],
+    "stream: its execution does not exist": [
+        ("streaming", "delete from execution where {mine}"),
+    ],
+    "stream_frame: its stream does not exist": [
+        ("streaming", "delete from stream where {mine}"),
+    ],
+    "stream_summary: its stream does not exist": [
+        ("streaming", "delete from stream where {mine}"),
     ],
     "attached: the suspension bit contradicts the suspensions": [
         ("resumed", "update suspension set closed_at = null, close_reason = null where {mine}"),

@@ -16,6 +16,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import consistency
 from flowfabric.model.attempt import FailureReason
+from flowfabric.model.stream import DurableSummary, Frame
 
 _DROP_CHECKS = """
 do $$ declare c record; begin
@@ -140,6 +141,13 @@ class States:
         execution_id = await self.given.created(lane_id=lane_id)
         await issue_grant(self.engine, execution_id, lane_id=lane_id)
         return str(execution_id)
+
+    async def streaming(self, lane_id: str) -> Any:
+        """Running, with a frame and a summary."""
+        handle = await self.given.claimed(lane_id=lane_id)
+        await self.engine.append_frame(handle, Frame(bytes=b"{}"))
+        await self.engine.append_frame(handle, Frame(bytes=b"{}", mode=DurableSummary()))
+        return handle
 
     async def timed(self, lane_id: str) -> Any:
         return await self.given.claimed(

@@ -42,7 +42,7 @@ async def test_a_resume_closes_the_suspension_and_all_waitpoints(
     for point in await waitpoints(rows, wait.execution_id):
         assert (point["state"], point["closed_at"], point["close_reason"]) == ("closed", now, "resumed")
         assert point["satisfied_at"] is None
-    assert await event_texts(rows, wait.execution_id) == ["acquired", "released suspend", "operator_resumed"]
+    assert await event_texts(rows, wait.execution_id) == ["acquired", "released suspend", "signal", "operator_resumed"]
     event = (await rows.events(wait.execution_id))[-1]
     assert json.loads(event["details"]) == {"trigger_type": "operator", "resume_delay_ms": 0}
     assert (event["outcome"], event["attempt_index"]) == (None, 0)

@@ -165,6 +165,7 @@ async def test_corrupt_rows_are_reported_only_to_callers_with_the_token(
             async with rows.unchanged():
                 await refused(wait.send(waitpoint_id=uuid4()), "invalid_token")
                 await refused(wait.send(), "corruption")
+            async with rows.unchanged(without=["event"]):
                 repeat = await first.send(key="a", idempotency_key="k")
                 assert repeat == SignalDuplicate(existing_signal_id=sent.signal_id)
 
@@ -313,6 +314,7 @@ async def test_the_limit_counts_all_signals_of_an_execution_without_duplicates(
     again = Waiting(engine, wait.handle).on((await suspend_run(engine, resumed.handle)).details)
     async with rows.unchanged():
         await refused(again.send("ready"), "signal_limit_exceeded")
+    async with rows.unchanged(without=["event"]):
         assert isinstance(await wait.send("x", idempotency_key="k"), SignalDuplicate)
 
 

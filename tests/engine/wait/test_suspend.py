@@ -54,8 +54,8 @@ async def test_a_suspend_releases_the_lease_and_keeps_the_attempt(
     assert (attempt["started_at"], attempt["suspended_at"], attempt["ended_at"]) == (began, now, None)
     assert (attempt["attempt_id"], attempt["suspension_id"]) == (claimed.attempt_id, request.suspension_id)
     assert (attempt["lease_epoch"], attempt["worker_no"]) == (2, None)
-    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released suspend"]
-    event = (await rows.events(claimed.execution_id))[1]
+    assert await event_texts(rows, claimed.execution_id) == ["tag_attached", "acquired", "released suspend"]
+    event = (await rows.events(claimed.execution_id))[2]
     assert (event["lease_id"], event["lease_epoch"], event["worker_no"]) == (claimed.lease_id, 1, worker_no)
     assert (event["attempt_index"], event["instance_tag"], event["outcome"]) == (0, "i-1", None)
     assert await engine.read_execution_state(claimed.execution_id) == PublicState.SUSPENDED

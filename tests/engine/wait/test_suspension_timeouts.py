@@ -85,7 +85,7 @@ async def check_end(
     for point in await waitpoints(rows, wait.execution_id):
         assert (point["state"], point["closed_at"], point["close_reason"]) == ("closed", now, reason)
         assert point["satisfied_at"] is None
-    assert (await event_texts(rows, wait.execution_id))[2:] == [f"ended {reason}>{outcome}"]
+    assert (await event_texts(rows, wait.execution_id))[2:] == ["signal", f"ended {reason}>{outcome}"]
     assert len(await signals(rows, wait.execution_id)) == 1
     async with rows.unchanged():
         await refused(wait.send("x", "b"), "target_not_signalable")
@@ -121,7 +121,7 @@ async def check_auto_resume(engine: Engine, given: Given, rows: Rows, clock: Clo
         ("closed", "timed_out_auto_resume")
     }
     assert [point["signal_count"] for point in await waitpoints(rows, wait.execution_id)] == [1, 0]
-    assert await event_texts(rows, wait.execution_id) == ["acquired", "released suspend"]
+    assert await event_texts(rows, wait.execution_id) == ["acquired", "released suspend", "signal"]
     stored = (await signals(rows, wait.execution_id))[-1]
     assert (stored["waitpoint_id"], stored["waitpoint_key"], stored["payload"]) == (None, "__timeout__", None)
     (resumed,) = await claim(engine)

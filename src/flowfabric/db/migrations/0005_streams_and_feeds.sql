@@ -93,21 +93,20 @@ create or replace view event_each as
     from event e
     left join lateral unnest(e.execution_ids, e.lease_ids) with ordinality as m(execution_id, lease_id, nth) on true;
 
--- The newest events that were trimmed, per family of events: a cursor that may need them is refused.
+-- The newest events that were deleted, per family of events, and how often: a cursor that may need deleted events is refused.
 create table feed_trim (
   family   text   not null,
   event_id bigint not null,
   xid      xid8   not null,
+  trims    bigint not null default 1,
   constraint feed_trim_pkey primary key (family)
 );
 
--- The server that the transaction ids of the events come from. After a restore on another server they mean nothing: all events up
--- to restored_event_id are then in the past, and cursors from before continue by event id.
+-- The servers that the transaction ids of the events come from, the current one last. After a restore on another server the
+-- transaction ids of the events up to restored_event_id mean nothing; those events are in the past.
 create table feed_origin (
-  only_row          boolean not null default true,
   generation        integer not null,
-  system_identifier bigint  not null,
+  origin            text    not null,
   restored_event_id bigint  not null,
-  constraint feed_origin_pkey primary key (only_row),
-  constraint feed_origin_has_one_row check (only_row)
+  constraint feed_origin_pkey primary key (generation)
 );

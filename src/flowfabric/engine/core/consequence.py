@@ -1,5 +1,6 @@
 """End leases: every operation that ends a lease or an execution goes through this module."""
 
+import contextlib
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from flowfabric.engine.core.transition import MOVES, Move, completion_parameters
 from flowfabric.engine.core.wakeups import LostLease, LostReason, Work
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.event import EventFamily
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import INDEX_PART, UUID_PART, ExecutionId, SuspensionId
 from flowfabric.model.policy import ExecutionPolicy
@@ -165,9 +167,16 @@ class LeaseEnds:
         """End the leases of one caller in one statement; return the verdicts in the same order."""
         return await self._store.answers(self._batch.run(ends))
 
-    async def within(self, transaction: Transaction, ends: Sequence[LeaseEnd]) -> list[Verdict | Locked]:
-        """End leases in the caller's transaction; the caller calls `after_commit` once it has committed."""
-        verdicts = self._judge(ends, await transaction.fetch(SQL.end_leases, **self._columns(ends, is_thorough=True)))
+    async def within(
+        self, transaction: Transaction, ends: Sequence[LeaseEnd], *, is_shared: bool = False
+    ) -> list[Verdict | Locked]:
+        """End leases in the caller's transaction; the caller calls `after_commit` once it has committed.
+
+        Several leases, and leases of several callers (`is_shared`), wait only briefly for a locked row: if one of them
+        is locked longer, the transaction fails by contention, and the caller ends them one by one.
+        """
+        columns = self._columns(ends, is_thorough=True, waits_briefly=is_shared or len(ends) > 1)
+        verdicts = self._judge(ends, await transaction.fetch(SQL.end_leases, **columns))
         for attachment, follow in self._consequences.items():
             ended = [
                 EndedLease(execution_id=end.execution_id, move=end.move)
@@ -178,18 +187,20 @@ class LeaseEnds:
                 await follow(transaction, ended)
         return verdicts
 
-    async def after_commit(self, ends: Sequence[LeaseEnd], verdicts: Sequence[Verdict | Locked]) -> None:
+    async def after_commit(self, ends: Sequence[LeaseEnd], verdicts: Sequence[Verdict | Locked | Exception]) -> None:
         """Notify the holders of lost leases, mark leases found to be expired, and wake waiters."""
         wakeups = self._store.wakeups
         expired: list[ExecutionId] = []
         lost: list[LostLease] = []
         work: list[Work] = []
-        has_ended = False
+        streams: list[ExecutionId] = []
+        has_ended = has_lease_events = False
         for end, verdict in zip(ends, verdicts, strict=True):
             if verdict is DONE:
-                has_ended = True
+                has_ended = has_lease_events = True
             elif isinstance(verdict, Verdict):
                 if verdict.is_done:
+                    has_lease_events = True
                     has_ended = has_ended or MOVES[end.move].target.phase is LifecyclePhase.TERMINAL
                 if verdict.delay_ms is not None:
                     wakeups.timer(verdict.delay_ms)
@@ -201,14 +212,22 @@ class LeaseEnds:
                 epoch = verdict.lease_epoch if end.move is Move.LEASE_EXPIRED else end.lost_epoch
                 if epoch is not None:
                     lost.append(LostLease(end.execution_id, epoch, LostReason(end.move.value)))
+                if verdict.attached & Attachment.STREAM:
+                    streams.append(end.execution_id)
         if lost:
             wakeups.lost(lost)
         if work:
             wakeups.work(work)
         if has_ended:
             wakeups.ended()
+        if has_lease_events:
+            wakeups.events(EventFamily.LEASE)
+        if streams:
+            wakeups.stream(streams)
         if expired:
-            await self.expire(expired)
+            # The ends are committed. If a lease cannot be marked now, the sweep marks it.
+            with contextlib.suppress(EngineError):
+                await self.expire(expired)
 
     async def expire(self, execution_ids: Sequence[ExecutionId]) -> list[Work]:
         """Mark the leases of these executions that have expired; return where they can be claimed now."""
@@ -251,11 +270,14 @@ class LeaseEnds:
         completed: Sequence[int] = row["completed"] or ()
         if completed:
             self._store.wakeups.ended()
+            self._store.wakeups.events(EventFamily.LEASE)
         return completed
 
-    async def _end_each(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked]:
+    async def _end_each(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked | Exception]:
         columns = self._columns(ends, is_thorough=False)
-        verdicts = self._judge(ends, await self._store.database.fetch(SQL.end_leases, columns))
+        verdicts: list[Verdict | Locked | Exception] = [
+            *self._judge(ends, await self._store.database.fetch(SQL.end_leases, columns))
+        ]
         # A lease whose renewal is in progress still shows its old expiry, so it is checked again under a lock.
         unclear = [
             at
@@ -263,15 +285,22 @@ class LeaseEnds:
             if isinstance(verdict, Verdict) and verdict.code in ("attached", "lease_expired")
         ]
         if unclear:
-            unclear_ends = [ends[at] for at in unclear]
-
-            async def end(transaction: Transaction) -> list[Verdict | Locked]:
-                return await self.within(transaction, unclear_ends)
-
-            for at, verdict in zip(unclear, await self._store.database.transact(end), strict=True):
-                verdicts[at] = verdict
+            for at, checked in zip(unclear, await self._end_thoroughly([ends[at] for at in unclear]), strict=True):
+                verdicts[at] = checked
         await self.after_commit(ends, verdicts)
         return verdicts
+
+    async def _end_thoroughly(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked | Exception]:
+        async def end(transaction: Transaction) -> list[Verdict | Locked]:
+            return await self.within(transaction, ends, is_shared=True)
+
+        try:
+            return await self._store.database.transact(end)
+        except StoreFault as fault:
+            # Not raised: the others of the batch have ended already, and must not be repeated.
+            if fault.is_store_failure:
+                return [fault.copy() for _ in ends]
+            return [LOCKED] * len(ends)
 
     async def _end_alone(self, end: LeaseEnd) -> Verdict:
         async def release(transaction: Transaction) -> list[Verdict | Locked]:
@@ -310,12 +339,15 @@ class LeaseEnds:
             raise error("internal", f"end_leases: {len(ends)} items given, {ended + len(rows) - 1} verdicts returned")
         return verdicts
 
-    def _columns(self, ends: Sequence[LeaseEnd], *, is_thorough: bool) -> dict[str, object]:
+    def _columns(
+        self, ends: Sequence[LeaseEnd], *, is_thorough: bool, waits_briefly: bool = False
+    ) -> dict[str, object]:
         columns = short_columns(_COLUMNS, [end.row for end in ends])
         if columns["attempt_ids"] == columns["lease_ids"]:
             columns["attempt_ids"] = ()
         self._add_limits(columns)
         columns["is_thorough"] = is_thorough
+        columns["waits_briefly"] = waits_briefly
         columns["has_errors"] = bool(columns["error_types"] or columns["tracebacks"])
         columns.update(release_parameters(frozenset(end.move for end in ends)))
         return columns

@@ -4,9 +4,13 @@
 -- with the number of executions that ended and had no attachment, and one row for each other item. The verdict is decided on the
 -- locked row; it is null if the row is absent or locked by another session. With :is_thorough the statement also ends executions
 -- that have attachments, which the caller then handles (otherwise their verdict is 'attached'), and waits for a renewal in progress.
+-- With :waits_briefly this and later statements of the transaction wait at most 50 ms for a row.
 -- Rows are joined by key only: with the fence in the join the planner hashes every leased row. Other tables are joined by
 -- `any` of a one-element array: with an equality, a plan made while the table is empty scans a whole index.
-with clock as materialized (select ff_now() as now),
+with clock as materialized (
+  select ff_now() as now,
+         set_config('lock_timeout', case when :waits_briefly::boolean then '50ms' else current_setting('lock_timeout') end, true)
+),
 -- An array with one element holds for all items; an empty array means null for all items.
 given as (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
@@ -67,6 +71,10 @@ held as materialized (
          i.to_eligibility = 'eligible_now' or i.to_ownership = 'lease_expired_reclaimable' as becomes_ready,
          case
            when e.execution_id is null then null
+           -- The row changed after the statement began, so the tags that the statement reads may be old.
+           when e.has_tags and e.tid <> (
+             select x.ctid from execution x
+              where x.partition_key = e.partition_key and x.execution_id = e.execution_id) then null
            when i.to_ownership = 'lease_expired_reclaimable' then
              case when e.ownership_state = 'leased' and greatest(e.lease_expires_at, r.expires_at, t.expires_at) <= c.now
                then 'ok' else 'not_expired' end
@@ -81,7 +89,7 @@ held as materialized (
     from item i
    cross join clock c
     left join lateral (
-         select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.attached, e.lifecycle_phase,
+         select e.ctid as tid, e.has_tags, e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.attached, e.lifecycle_phase,
                 e.ownership_state, e.eligibility_state, e.terminal_outcome, e.attempt_state, e.public_state, e.lease_epoch,
                 e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count, e.worker_no, e.claim_no, e.claimed_at,
                 e.lease_expires_at, e.retention_ms, e.delay_until, e.last_transition_at, e.attempt_timeout_at,
@@ -116,8 +124,8 @@ moved as (
          lease_renewed_at = case when h.loses_lease then h.renewed_at end,
          lease_id = case when h.ends or h.loses_lease then e.lease_id end,
          attempt_id = case when h.parks then h.own_attempt_id when h.ends or h.loses_lease then e.attempt_id end,
-         -- A set of bits: 1 is a grant, 2 an open suspension.
-         attached = case when h.ends then 0 else (e.attached & ~1) | case when h.suspends then 2 else 0 end end,
+         -- A set of bits: 1 is a grant, 2 an open suspension, 4 a stream, which is of one attempt.
+         attached = case when h.ends then 0 else (e.attached & case when h.retries then ~5 else ~1 end) | case when h.suspends then 2 else 0 end end,
          retry_count = e.retry_count + h.retries::int,
          last_transition_at = case when h.loses_lease then e.last_transition_at else h.now end,
          last_mutation_at = case when h.loses_lease then h.now end,
@@ -258,15 +266,18 @@ inserted_retained as (
 ),
 inserted_events as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-                     attempt_id, outcome, reason, flow_id, instance_tag)
+                     attempt_id, outcome, reason, flow_id, instance_tag, tags)
   select now, execution_id, partition_key,
          (case
            when loses_lease then 'expired'
            when ownership_state = 'leased' or move = 'reclaim_limit' then 'released'
            else 'ended' end)::event_kind,
          namespace_no, nullif(attempt_count, 0) - 1, case when ownership_state <> 'unowned' then worker_no end, lease_epoch, lease_id,
-         nullif(attempt_id, lease_id), completion, case when not loses_lease then release_reason end, flow_id, instance_tag
-    from judged
+         nullif(attempt_id, lease_id), completion, case when not loses_lease then release_reason end, flow_id, instance_tag,
+         case when has_tags then (
+           select jsonb_object_agg(t.key, t.value) from execution_tag t
+            where t.partition_key = h.partition_key and t.execution_id = h.execution_id) end
+    from judged h
    where verdict = 'ok' and (ownership_state = 'leased' or completion is not null)
 )
 select 0 as nth, 'ok' as verdict, count(*) as ended, null as delay_until, null as delay_ms,
@@ -312,12 +323,18 @@ moved as (
    where e.partition_key = any(array[i.partition_key]) and e.execution_id = i.execution_id
      and e.lease_epoch = i.lease_epoch and e.ownership_state = 'leased' and e.lease_id = i.lease_id
      and coalesce(e.attempt_id, e.lease_id) = i.attempt_id and e.attached = 0
+     -- If the row changed after the statement began, the tags that the statement reads may be old.
+     and (not e.has_tags or e.ctid = (
+          select x.ctid from execution x where x.partition_key = e.partition_key and x.execution_id = e.execution_id))
      and (e.lease_expires_at > ff_now() or exists (
           select from claim r
            where r.partition_key = e.partition_key and r.claim_no = e.claim_no and r.expires_at > ff_now()))
   returning i.nth, i.now, e.partition_key, e.execution_id, e.queue_no, e.namespace_no, e.attempt_count - 1 as attempt_index,
             e.attempt_id, e.lease_id, e.lease_epoch, e.worker_no, e.retention_ms, e.flow_id, e.instance_tag, e.deadline_at,
-            e.attempt_timeout_at, case when octet_length(i.payload) > :inline_payload_bytes then i.payload end as large_payload
+            e.attempt_timeout_at, case when octet_length(i.payload) > :inline_payload_bytes then i.payload end as large_payload,
+            case when e.has_tags then (
+              select jsonb_object_agg(t.key, t.value) from execution_tag t
+               where t.partition_key = e.partition_key and t.execution_id = e.execution_id) end as tags
 ),
 inserted_results as (
   insert into execution_result (partition_key, execution_id, result_payload)
@@ -339,14 +356,14 @@ inserted_retained as (
 -- Completions that differ only in their ids share one event row.
 inserted_events as (
   insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, outcome, reason,
-                     execution_ids, lease_ids, execution_id, lease_id, attempt_id, flow_id, instance_tag)
+                     execution_ids, lease_ids, execution_id, lease_id, attempt_id, flow_id, instance_tag, tags)
   select min(now), partition_key, 'released'::event_kind, namespace_no, attempt_index, worker_no, lease_epoch, :completion::smallint,
-         :release_reason, array_agg(execution_id), array_agg(lease_id), null, null, null, null, null
-    from moved where attempt_id is null and flow_id is null and instance_tag is null
-   group by partition_key, namespace_no, attempt_index, worker_no, lease_epoch
+         :release_reason, array_agg(execution_id), array_agg(lease_id), null, null, null, null, instance_tag, tags
+    from moved where attempt_id is null and flow_id is null
+   group by partition_key, namespace_no, attempt_index, worker_no, lease_epoch, instance_tag, tags
   union all
   select now, partition_key, 'released', namespace_no, attempt_index, worker_no, lease_epoch, :completion, :release_reason,
-         null, null, execution_id, lease_id, nullif(attempt_id, lease_id), flow_id, instance_tag
-    from moved where attempt_id is not null or flow_id is not null or instance_tag is not null
+         null, null, execution_id, lease_id, nullif(attempt_id, lease_id), flow_id, instance_tag, tags
+    from moved where attempt_id is not null or flow_id is not null
 )
 select array_agg(nth) as completed from moved;

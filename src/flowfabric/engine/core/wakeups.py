@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
@@ -102,8 +102,10 @@ class Wakeups:
     MAX_PLACES = 20
     """The most places in one hint; other processes find the rest when their watermarks expire."""
 
-    def __init__(self, hints: Hints) -> None:
+    def __init__(self, hints: Hints, first: "Wakeups | None" = None) -> None:
         self.hints = hints
+        self._first = first
+        self._loop = asyncio.get_running_loop()
         self.watermarks = Watermarks()
         self.ended_event = asyncio.Event()
         self.timer_event = asyncio.Event()
@@ -160,6 +162,11 @@ class Wakeups:
 
     def events(self, *families: EventFamily) -> None:
         """Wake the feeds of these families: events were written."""
+        if self._first is not None:
+            # The first engine of the process already has a connection for hints. Its event loop may have ended.
+            with suppress(RuntimeError):
+                self._first._loop.call_soon_threadsafe(partial(self._first.events, *families))
+            return
         for family in families:
             self.feeds.wake(family)
             self.hints.send(family.value)

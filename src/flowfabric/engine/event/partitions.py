@@ -1,13 +1,21 @@
 """Storage of events: daily partitions created in advance, and deletion of events past the feed's retention."""
 
 import logging
+from collections.abc import Sequence
 
 from flowfabric.db import partitions
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store, error_of
+from flowfabric.model.event import FAMILY_KINDS, RARE_FAMILIES, EventFamily
 
 SQL = statements_beside(__file__)
+
+_PAIRS = [(family, kind) for family, kinds in FAMILY_KINDS.items() for kind in kinds]
+_DROPPED: dict[str, Sequence[str] | None] = {
+    family: FAMILY_KINDS[family] if family in RARE_FAMILIES else None for family in EventFamily
+}
+"""The kinds to look for in a dropped partition; None means any."""
 
 TRIM_LIMIT = 1000
 
@@ -32,7 +40,9 @@ class EventPartitions:
         try:
             async with self._store.database.acquire() as connection:
                 ensured = await partitions.ensure(connection, schema=schema, now_ms=clock["now"])
-                dropped = await partitions.drop_older(connection, schema=schema, before_ms=clock["oldest"])
+                dropped = await partitions.drop_older(
+                    connection, schema=schema, before_ms=clock["oldest"], families=_DROPPED
+                )
         except StoreFault as fault:
             raise error_of(fault) from fault
         except partitions.NotOwner as refused:
@@ -49,7 +59,12 @@ class EventPartitions:
     async def trim_events(self) -> int:
         """Delete events past the feed's retention that are in no daily partition; return how many."""
         rows = await self._store.fetch(
-            SQL.take_old_events, retention_ms=self._store.rules.feed_retention_ms, limit=TRIM_LIMIT
+            SQL.take_old_events,
+            retention_ms=self._store.rules.feed_retention_ms,
+            limit=TRIM_LIMIT,
+            families=[family for family, _ in _PAIRS],
+            kinds=[kind for _, kind in _PAIRS],
+            other_family=EventFamily.LEASE,
         )
         trimmed: int = rows[0]["trimmed"]
         return trimmed

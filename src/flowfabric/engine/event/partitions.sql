@@ -5,7 +5,8 @@ select c.now, c.now - :retention_ms::bigint as oldest from (select ff_now() as n
 -- name: take_old_events
 -- Deletes events past their retention from the default partition, the oldest first; returns how many.
 -- Transaction ids rise with time, so the index on (xid, event_id) returns the oldest events first. The limit is applied before
--- the check of the age, so that a call reads at most :limit events.
+-- the check of the age, so that a call reads at most :limit events. The newest deleted event of each family is recorded in the same
+-- transaction. Kinds that this version does not know count as lease events.
 with oldest as materialized (
   select xid, event_id, at from event_default order by xid, event_id limit :limit
 ),
@@ -16,7 +17,17 @@ old as materialized (
      for update of e skip locked
 ),
 deleted as (
-  delete from event_default e using old o where e.xid = o.xid and e.event_id = o.event_id returning 1)
+  delete from event_default e using old o where e.xid = o.xid and e.event_id = o.event_id
+  returning e.kind::text as kind, e.event_id, e.xid
+),
+recorded as (
+  insert into feed_trim as t (family, event_id, xid)
+  select coalesce(f.family, :other_family), max(d.event_id), max(d.xid)
+    from deleted d left join unnest(:families::text[], :kinds::text[]) as f(family, kind) on f.kind = d.kind
+   group by 1 order by 1
+  on conflict (family) do update
+     set event_id = greatest(t.event_id, excluded.event_id), xid = greatest(t.xid, excluded.xid), trims = t.trims + 1
+)
 select count(*) as trimmed from deleted;
 
 -- name: take_old_worker_events

@@ -24,6 +24,7 @@ from flowfabric.engine.execution.checking import (
 )
 from flowfabric.engine.store import QueueNames, Store, error_of
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.event import EventFamily
 from flowfabric.model.execution import Created, Duplicate, NewExecution
 from flowfabric.model.ids import (
     ExecutionId,
@@ -247,7 +248,9 @@ class Create:
     async def _insert_alike(self, items: UniformBatch) -> list[Submitted | EngineError]:
         shape, uuids, tags = items.shape, items.uuids, items.tags
         tag_ids = [uuid for uuid, own in zip(uuids, tags, strict=True) if own for _ in own]
-        instance_tag = self._store.rules.instance_tag
+        instance_key = self._store.rules.instance_tag
+        instance_tags = [own and own.get(instance_key) for own in tags] if tag_ids else []
+        has_instance_tags = any(each is not None for each in instance_tags)
         ((first_place, refused_by),) = await self._store.database.fetch(
             SQL.insert_alike,
             {
@@ -258,7 +261,8 @@ class Create:
                 "input_payloads": short_column(items.payloads),
                 **_input_limits(items.payloads),
                 "are_tagged": short_column([own is not None for own in tags]) if tag_ids else (False,),
-                "instance_tags": short_column([own and own.get(instance_tag) for own in tags]) if tag_ids else (),
+                "instance_tags": short_column(instance_tags),
+                "instance_key": instance_key if has_instance_tags else None,
                 "tag_ids": tag_ids,
                 "tag_keys": short_column([key for own in tags if own for key in own]),
                 "tag_values": short_column([value for own in tags if own for value in own.values()]),
@@ -271,6 +275,8 @@ class Create:
         firsts = [(MAX_PRIORITY - priority) << BAND_BITS | number for priority in set(items.priorities)]
         route_no, queue_no = shape.columns["route_no"], shape.columns["queue_no"]
         self._store.wakeups.work(Work(shape.lane_id, route_no, queue_no, first) for first in firsts)
+        if has_instance_tags:
+            self._store.wakeups.events(EventFamily.INSTANCE_TAG)
         head = shape.id_prefix
         return [*Created.each(cast("list[ExecutionId]", [head + uuid for uuid in uuids]), PublicState.WAITING)]
 
@@ -358,6 +364,9 @@ class Create:
         if judged != len(items):
             raise error("internal", f"insert_executions: {len(items)} items given, {judged} verdicts returned")
         wakeups.work(work)
+        instance_key = self._store.rules.instance_tag
+        if any(item.tags and instance_key in item.tags for item in items):
+            wakeups.events(EventFamily.INSTANCE_TAG)
         if undecided:
             for at, found in zip(undecided, await self._duplicates([items[at] for at in undecided]), strict=True):
                 # A duplicate takes precedence over the refusal of the lane.

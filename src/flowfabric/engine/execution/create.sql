@@ -53,6 +53,14 @@ tagged as (
     from (select unnest(:tag_ids::uuid[]) as execution_id, unnest(:tag_keys::text[]) as key,
                  unnest(:tag_values::text[]) as value) t
    where (select is_accepted from lane_state)
+  returning execution_id, key, value
+),
+-- Selected from the inserted tags, so that the transaction has its id before it draws an event id.
+inserted_events as (
+  insert into event (at, execution_id, partition_key, kind, namespace_no, instance_tag, tags)
+  select (select now from clock), execution_id, :partition_key, 'tag_attached'::event_kind, :namespace_no,
+         max(value) filter (where key = :instance_key::text), jsonb_object_agg(key, value)
+    from tagged where :instance_key is not null group by execution_id having bool_or(key = :instance_key)
 )
 select places[1] as first_place, case when not is_accepted then (select state from lane where lane_no = :lane_no) end as refused_by
   from drawn cross join lane_state;
@@ -164,6 +172,11 @@ tagged as (
   select a.partition_key, a.execution_id, t.key, t.value
     from answered a cross join lateral jsonb_each_text(a.tags::jsonb) t
    where a.is_new and a.tags is not null
+),
+inserted_events as (
+  insert into event (at, execution_id, partition_key, kind, namespace_no, instance_tag, tags)
+  select now, execution_id, partition_key, 'tag_attached', namespace_no, instance_tag, tags::jsonb
+    from answered where is_new and instance_tag is not null
 )
 select 0 as nth, lane_no, route_no, queue_no, min(place) as place, count(*) as created, true as is_new, true as lane_accepts,
        null as due_in_ms, null as refused_by

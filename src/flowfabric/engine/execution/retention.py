@@ -5,14 +5,18 @@ from uuid import UUID
 
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.core.quarantine import Quarantine, is_connection_fault
+from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError
 from flowfabric.model.grant import MAX_GRANT_TTL_MS
 from flowfabric.model.ids import ExecutionId, format_execution_id, split_execution_id
 
 SQL = statements_beside(__file__)
 
 TRIM_LIMIT = 2000
+FRAME_LIMIT = 20_000
+"""The most frames that one trim deletes; an execution with more is deleted by a later one."""
 PURGE_LIMIT = 1000
 GRANT_MEMORY_MS = 10 * MAX_GRANT_TTL_MS
 """How long an expired grant is kept, so that its worker gets `claim_grant_expired` instead of "no grant"."""
@@ -27,8 +31,14 @@ class Retention:
 
     async def trim(self, limit: int = TRIM_LIMIT) -> int:
         """Delete ended executions past their retention, the oldest first; return how many."""
+        return (await self.trim_batch(limit)).done
+
+    async def trim_batch(self, limit: int = TRIM_LIMIT) -> SweepResult:
+        """Do one batch of `trim`; if the executions have many frames, delete some of these instead."""
         watermark = self._store.retained_watermark
         since = watermark.since
+        if await self._trim_frames(since, limit) >= FRAME_LIMIT:
+            return SweepResult(0, is_full=True)
 
         async def take(*, only: Sequence[UUID | str] | None, skipped: Sequence[UUID]) -> Record:
             (row,) = await self._store.fetch(SQL.take_retained, since=since, only=only, skipped=skipped, limit=limit)
@@ -51,7 +61,25 @@ class Retention:
             trimmed: int = row["trimmed"]
             return trimmed
 
-        return await self.quarantine.sweep_by_halves(batch, list_due, trim_items, limit=limit)
+        trimmed = await self.quarantine.sweep_by_halves(batch, list_due, trim_items, limit=limit)
+        return SweepResult(trimmed, is_full=trimmed >= limit)
+
+    async def _trim_frames(self, since: int, limit: int) -> int:
+        try:
+            (row,) = await self._store.fetch(
+                SQL.take_retained_frames,
+                since=since,
+                skipped=self.quarantine.skipped(),
+                limit=limit,
+                frames=FRAME_LIMIT,
+            )
+        except EngineError as fault:
+            if is_connection_fault(fault):
+                raise
+            # The trim of executions finds out which of them cannot be deleted.
+            return 0
+        deleted: int = row["deleted"]
+        return deleted
 
     async def purge_keys(self) -> int:
         """Delete expired idempotency keys of submissions, suspends and signals; return how many."""

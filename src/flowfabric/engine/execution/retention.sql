@@ -82,6 +82,16 @@ waitpoints as (
 signals as (
   delete from signal g using deleted d
    where g.partition_key = any(array[d.partition_key]) and g.execution_id = d.execution_id and exists (select from signal)),
+-- Skipped entirely if there are no streams. take_retained_frames has deleted most of the frames.
+streams as (
+  delete from stream s using deleted d
+   where s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id and exists (select from stream)),
+frames as (
+  delete from stream_frame f using deleted d
+   where f.partition_key = any(array[d.partition_key]) and f.execution_id = d.execution_id and exists (select from stream)),
+summaries as (
+  delete from stream_summary s using deleted d
+   where s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id and exists (select from stream)),
 outcomes as (
   delete from idempotency_key
    where ctid = any(array(
@@ -92,6 +102,34 @@ outcomes as (
                  where k.partition_key = d.partition_key and k.operation = 'suspend' and k.scope = d.execution_id offset 0) k
           where exists (select from suspension))))
 select (select count(*) from deleted) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached;
+
+-- name: take_retained_frames
+-- Deletes up to :frames frames of the executions that take_retained would delete, so that it deletes few rows for each of them.
+-- Skipped entirely if there are no streams.
+with clock as materialized (select ff_now() as now),
+deleted as (
+  delete from stream_frame
+   where ctid = any(array(
+         select f.tid
+           from (select r.partition_key, r.ended_at, m.execution_id
+                   from (select r.partition_key, r.execution_ids, r.ended_at from retained r
+                          where r.retain_until > :since and r.retain_until <= (select now from clock)
+                            and not r.execution_ids <@ :skipped::uuid[]
+                          order by r.retain_until limit :limit) r
+                  cross join lateral unnest(r.execution_ids) as m(execution_id)
+                  where exists (select from stream)
+                  limit :limit) r
+          cross join lateral (
+                select e.partition_key, e.execution_id from execution e
+                 where e.partition_key = r.partition_key and e.execution_id = r.execution_id and e.lifecycle_phase = 'terminal'
+                   and e.last_transition_at = r.ended_at limit 1) e
+          cross join lateral (
+                select f.ctid as tid from stream_frame f
+                 where f.partition_key = e.partition_key and f.execution_id = e.execution_id
+                 order by f.attempt_index, f.ms, f.seq limit :frames) f
+          limit :frames))
+  returning 1)
+select count(*) as deleted from deleted;
 
 -- name: list_retained
 -- The ended executions past their retention except :skipped, the oldest after :since first.

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 
+from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.row import lock_execution
 from flowfabric.engine.store import Store, error_of
 from flowfabric.model.errors import error
+from flowfabric.model.event import EventFamily
 from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key
 from flowfabric.model.tag import TagsSet, check_tag_key, check_tags
 from flowfabric.model.text import check_text
@@ -41,16 +44,28 @@ class Tags:
     async def _write(self, execution_id: str, tags: Mapping[str, str]) -> None:
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
-        values = {
+        instance_key = self._store.rules.instance_tag
+        values: dict[str, object] = {
             "partition_key": partition,
             "execution_id": uuid,
             "keys": list(tags),
             "values": list(tags.values()),
-            "instance_tag": tags.get(self._store.rules.instance_tag),
+            "instance_key": instance_key,
+            "instance_tag": tags.get(instance_key),
         }
+
+        async def write(transaction: Transaction) -> list[Record]:
+            await lock_execution(transaction, parsed)
+            return await transaction.fetch(SQL.set_tags, **values)
+
         try:
-            rows = await self._store.database.fetch(SQL.set_tags, values)
+            if instance_key in tags:
+                rows = await self._store.database.transact(write)
+            else:
+                rows = await self._store.database.fetch(SQL.set_tags, values)
         except StoreFault as fault:
             raise error_of(fault, f"execution {parsed}") from fault
         if not rows:
             raise error("execution_not_found")
+        if rows[0]["has_events"]:
+            self._store.wakeups.events(EventFamily.INSTANCE_TAG)

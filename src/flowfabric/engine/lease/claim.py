@@ -17,6 +17,7 @@ from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.event import EventFamily
 from flowfabric.model.handle import MAX_LEASE_TTL_MS, Handle
 from flowfabric.model.ids import (
     ID_FORMAT,
@@ -360,6 +361,8 @@ class Claim:
                 watermarks.end()
             elif not await self._catch_up.run(wanted.lanes, min_interval_seconds=0):
                 break
+        if claimed:
+            self._store.wakeups.events(EventFamily.LEASE)
         return claimed
 
 

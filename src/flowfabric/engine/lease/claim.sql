@@ -87,7 +87,7 @@ scan as not materialized (
 -- fragment: picked
 -- Locks the best claimable executions of a scan; returns for each how it is leased (branch) and how long its attempt may run. The
 -- entry is locked before the execution: if another claim has removed the entry since the statement began, it is skipped without
--- locking the execution, which would block the worker that completes it. The bit 1 of attached stands for a grant.
+-- locking the execution, which would block the worker that completes it. The bits of attached: 1 is a grant, 4 a stream.
 picked as materialized (
   select r.route_no, r.tid as ready_tid, e.*, row_number() over () as nth
     from scan r
@@ -105,7 +105,7 @@ picked as materialized (
                 case when e.attempt_state = 'attempt_interrupted' and e.ownership_state = 'unowned'
                   then e.remaining_attempt_timeout_ms
                   else nullif((e.policy #>> '{timeout_policy,attempt_timeout_ms}')::bigint, 0) end as timeout_ms,
-                e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted,
+                e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted, e.attached & 4 <> 0 as had_stream,
                 null::uuid as given_attempt_id, null::jsonb as given_policy, null::bigint as given_deadline_at
            from execution e
           where e.partition_key = r.partition_key and e.execution_id = r.execution_id
@@ -156,7 +156,7 @@ leased as (
            else 'initial' end::attempt_type,
          attempt_count = e.attempt_count + (p.branch <> 'resumed')::int,
          reclaim_count = e.reclaim_count + (p.branch = 'reclaimed')::int,
-         attached = e.attached & ~1,
+         attached = e.attached & case p.branch when 'resumed' then ~1 else ~5 end,
          last_transition_at = (select now from clock), last_mutation_at = null,
          started_at = case when e.attempt_count > 0 then coalesce(e.started_at, e.claimed_at) end,
          granted_until = null, delay_until = null, remaining_attempt_timeout_ms = null, blocking_detail = null,
@@ -167,10 +167,13 @@ leased as (
    where e.ctid = p.tid and p.branch <> 'reclaim_limit'
      -- The attempt's time runs from the claim: an attempt with a short timeout is not leased before a slot is free.
      and (p.nth <= :slots::int or p.timeout_ms is null or p.timeout_ms >= :least_ahead_ms::bigint)
-  returning p.nth, p.tid, p.ready_tid, p.route_no, p.branch, p.reason, p.timeout_ms, p.had_timeout, p.was_granted, p.given_policy,
+  returning p.nth, p.tid, p.ready_tid, p.route_no, p.branch, p.reason, p.timeout_ms, p.had_timeout, p.was_granted, p.had_stream, p.given_policy,
             p.given_deadline_at, e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.retry_count, e.lease_id,
             e.lease_epoch, e.attempt_id, e.attempt_type, e.attempt_count, e.deadline_at, e.flow_id, e.instance_tag,
-            e.input_payload, e.payload_encoding, e.policy, e.has_tags, e.suspension_id
+            e.input_payload, e.payload_encoding, e.policy, e.suspension_id,
+            case when e.has_tags then (
+              select jsonb_object_agg(t.key, t.value) from execution_tag t
+               where t.partition_key = e.partition_key and t.execution_id = e.execution_id) end as tags
 ),
 deleted_entries as (
   delete from ready where ctid = any(array(select ready_tid from leased))
@@ -208,6 +211,20 @@ deleted_grants as (
   delete from claim_grant g using leased l
    where l.was_granted and g.partition_key = any(array[l.partition_key]) and g.execution_id = l.execution_id
 ),
+-- The stream of an interrupted attempt was closed when its lease was marked as expired, or at the latest now. A stream that an
+-- append in progress has locked is left: the append is refused, and readers see that another attempt has begun.
+closed_streams as (
+  update stream s
+     set closed_reason = 'reclaimed', closed_at = coalesce(s.closed_at, (select now from clock)), released_epoch = l.lease_epoch - 1,
+         expires_at = case when s.closed_at is null then least(s.expires_at, (select now from clock) + s.retention_ttl_ms) else s.expires_at end
+    from leased l
+   cross join lateral (
+         select s.attempt_index from stream s
+          where s.partition_key = l.partition_key and s.execution_id = l.execution_id and s.attempt_index = l.attempt_count - 2
+            for update skip locked) o
+   where l.had_stream and l.branch = 'reclaimed'
+     and s.partition_key = any(array[l.partition_key]) and s.execution_id = l.execution_id and s.attempt_index = o.attempt_index
+),
 deleted_listings as (
   delete from listed i using leased l
    where l.branch <> 'fresh' and i.partition_key = any(array[l.partition_key]) and i.execution_id = l.execution_id
@@ -230,17 +247,17 @@ written_timers as (
 -- Leases that differ only in the ids of execution and lease share one event row.
 inserted_events as (
   insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, execution_ids, lease_ids,
-                     execution_id, lease_id, attempt_id, reason, flow_id, instance_tag)
+                     execution_id, lease_id, attempt_id, reason, flow_id, instance_tag, tags)
   select (select now from clock), partition_key, 'acquired'::event_kind, namespace_no, attempt_count - 1, :worker_no, lease_epoch,
-         array_agg(execution_id), array_agg(lease_id), null, null, null, null, null, null
-    from leased where branch = 'fresh' and reason is null and attempt_id is null and flow_id is null and instance_tag is null
-   group by partition_key, namespace_no, attempt_count, lease_epoch
+         array_agg(execution_id), array_agg(lease_id), null, null, null, null, null, instance_tag, tags
+    from leased where branch = 'fresh' and reason is null and attempt_id is null and flow_id is null
+   group by partition_key, namespace_no, attempt_count, lease_epoch, instance_tag, tags
   union all
   select (select now from clock), partition_key, (case branch when 'reclaimed' then 'reclaimed' else 'acquired' end)::event_kind,
          namespace_no, attempt_count - 1, :worker_no, lease_epoch, null, null, execution_id, lease_id,
-         nullif(attempt_id, lease_id), reason, flow_id, instance_tag
+         nullif(attempt_id, lease_id), reason, flow_id, instance_tag, tags
     from leased
-   where branch <> 'fresh' or reason is not null or attempt_id is not null or flow_id is not null or instance_tag is not null
+   where branch <> 'fresh' or reason is not null or attempt_id is not null or flow_id is not null
 )
 
 -- fragment: answer
@@ -259,10 +276,7 @@ select case when branch = 'resumed' and (
          select k.execution_kind from queue q join kind k using (kind_no) where q.queue_no = l.queue_no) end as execution_kind,
        coalesce(input_payload, (
          select i.input_payload from execution_input i
-          where i.partition_key = l.partition_key and i.execution_id = l.execution_id)) as input_payload, payload_encoding, policy,
-       case when has_tags then (
-         select jsonb_object_agg(t.key, t.value) from execution_tag t
-          where t.partition_key = l.partition_key and t.execution_id = l.execution_id) end as tags, timeout_ms, deadline_at
+          where i.partition_key = l.partition_key and i.execution_id = l.execution_id)) as input_payload, payload_encoding, policy, tags, timeout_ms, deadline_at
   from leased l
 
 -- fragment: best
@@ -310,7 +324,7 @@ with clock as materialized (select ff_now() as now, nextval('claim_sequence') as
 picked as materialized (
   select r.route_no, r.ready_tid, e.ctid as tid, 1 as nth, :branch::text as branch, :reason::text as reason,
          :timeout_ms::bigint as timeout_ms,
-         e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted,
+         e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted, e.attached & 4 <> 0 as had_stream,
          nullif(:attempt_id::uuid, (:lease_ids::uuid[])[1]) as given_attempt_id, :attempt_policy::text::jsonb as given_policy,
          :deadline_at::bigint as given_deadline_at
     from execution e

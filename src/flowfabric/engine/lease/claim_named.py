@@ -1,7 +1,9 @@
 """Claims of one execution by its id: lock the row, check it, lease it."""
 
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 from uuid import UUID
 
 from flowfabric.db.database import Transaction
@@ -13,7 +15,7 @@ from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
 from flowfabric.engine.lease.grant import check_json
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.event import AcquireReason
+from flowfabric.model.event import AcquireReason, EventFamily
 from flowfabric.model.grant import (
     GrantedClaim,
     GrantFailure,
@@ -24,12 +26,20 @@ from flowfabric.model.grant import (
     parse_grant_key,
 )
 from flowfabric.model.handle import MAX_LEASE_TTL_MS, Handle
-from flowfabric.model.ids import WorkerInstanceId, check_lane_id, check_worker_id, mint_uuid_texts, parse_uuid
+from flowfabric.model.ids import (
+    ExecutionId,
+    WorkerInstanceId,
+    check_lane_id,
+    check_worker_id,
+    mint_uuid_texts,
+    parse_uuid,
+)
 from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.policy import reclaim_cap
 from flowfabric.model.text import check_range, shown
 
 logger = logging.getLogger(__name__)
+Claimed = TypeVar("Claimed")
 
 OPERATOR = "operator"
 """The worker id of a lease that an operator takes."""
@@ -136,7 +146,7 @@ class NamedClaims:
                 raise refusal
             return await self.take(transaction, locked, "fresh", lease)
 
-        return await self._store.transact(claim, execution_id=parsed)
+        return await self._transact(claim, parsed)
 
     async def claim_resumed_execution(
         self,
@@ -176,7 +186,7 @@ class NamedClaims:
                 raise error("invalid_claim_grant", "it is granted to another worker")
             return await self.take(transaction, locked, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
 
-        return await self._store.transact(claim, execution_id=parsed)
+        return await self._transact(claim, parsed)
 
     async def claim_from_resume_grant(self, token: ResumeToken) -> Handle | None:
         """Lease an execution with a grant to resume its attempt; None if the attempt can no longer be resumed."""
@@ -201,7 +211,7 @@ class NamedClaims:
                 raise failure.refusal()
             return await self.take(transaction, locked, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
 
-        claimed = await self._store.transact(claim, execution_id=parsed)
+        claimed = await self._transact(claim, parsed)
         return None if claimed is None else claimed.handle
 
     async def issue_grant_and_claim(self, *, execution_id: str, lane_id: str, lease_duration_ms: int) -> GrantedClaim:
@@ -219,7 +229,7 @@ class NamedClaims:
                 return await self.take(transaction, locked, "resumed", lease, reason=reason)
             return await self.take(transaction, locked, "fresh", lease, reason=AcquireReason.ISSUE_GRANT_AND_CLAIM)
 
-        claimed = await self._store.transact(claim, execution_id=parsed)
+        claimed = await self._transact(claim, parsed)
         return GrantedClaim(
             lease_id=claimed.lease_id, lease_epoch=claimed.lease_epoch, attempt_index=claimed.attempt_index
         )
@@ -259,6 +269,11 @@ class NamedClaims:
         if branch == "reclaimed" and (locked.reclaim_count + 1) % WARN_EVERY_RECLAIMS == 0:
             logger.warning("%s was reclaimed %d times", locked.id, locked.reclaim_count + 1)
         return claimed_of(row, lease.worker_instance_id, lease.lease_ttl_ms, Queues())
+
+    async def _transact(self, claim: Callable[[Transaction], Awaitable[Claimed]], execution_id: ExecutionId) -> Claimed:
+        claimed = await self._store.transact(claim, execution_id=execution_id)
+        self._store.wakeups.events(EventFamily.LEASE)
+        return claimed
 
     async def _grant_failure(
         self, transaction: Transaction, locked: LockedWithGrant, key: GrantKey, grant_key: str, worker_id: str

@@ -230,7 +230,7 @@ class Finish:
         try:
             lease_ends, verdicts = await self._store.transact(end)
         except EngineError as problem:
-            if len(lost) > 1 and not problem.retryable:
+            if len(lost) > 1 and (not problem.retryable or problem.code == "retry_exhausted"):
                 # One bad row must not block the others.
                 for each in lost:
                     await self.end_at_reclaim_limit([each])

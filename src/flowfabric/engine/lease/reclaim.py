@@ -16,6 +16,7 @@ from flowfabric.engine.lease.finish import MAX_RECLAIMS_EXCEEDED
 from flowfabric.engine.lease.grant import Grantee, Grants, note_mismatch
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
+from flowfabric.model.event import EventFamily
 from flowfabric.model.grant import (
     DEFAULT_GRANT_TTL_MS,
     Granted,
@@ -92,7 +93,10 @@ class Reclaim:
             return await self._grants.issue(transaction, locked, GrantKind.RECLAIM, grantee, offered, names_lane=True)
 
         answer = await self._store.transact(issue, execution_id=parsed)
-        self._store.wakeups.lost([_lost(locked) for locked, _ in marked])
+        if marked:
+            self._store.wakeups.lost([_lost(locked) for locked, _ in marked])
+            self._store.wakeups.stream(locked.id for locked, _ in marked)
+            self._store.wakeups.events(EventFamily.LEASE)
         if isinstance(answer, tuple):
             return await self._at_reclaim_limit(*answer)
         if isinstance(answer, NotReclaimable):
@@ -157,7 +161,9 @@ class Reclaim:
             return await self._claims.take(transaction, locked, "reclaimed", lease)
 
         answer = await self._store.transact(reclaim, execution_id=parsed)
-        self._store.wakeups.lost([_lost(locked) for locked in reclaimed])
+        if reclaimed:
+            self._store.wakeups.lost([_lost(locked) for locked in reclaimed])
+            self._store.wakeups.events(EventFamily.LEASE)
         return await self._at_reclaim_limit(*answer) if isinstance(answer, tuple) else answer
 
     async def _end(self, transaction: Transaction, locked: LockedWithGrant) -> Ended:

@@ -10,6 +10,7 @@ from flowfabric.engine.core.row import GivenFence, check_lease_handle, lock_exec
 from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.event import EventFamily
 from flowfabric.model.handle import MAX_LEASE_TTL_MS, Fence, Handle
 from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key, split_execution_id
 from flowfabric.model.lease import Renewed
@@ -84,6 +85,7 @@ class Renewals:
             return fence, row
 
         fence, row = await self._store.transact(renew, execution_id=parsed)
+        self._wake_feed([row])
         verdict = verdict_of(row)
         if verdict.code == "lease_expired":
             await self._expiry.mark_expired([parsed])
@@ -126,7 +128,7 @@ class Renewals:
 
     async def _renew_together(self, handles: Sequence[Handle]) -> Sequence[Renewed | Locked | Exception]:
         rows = await self._store.database.fetch(SQL.renew_leases, self._columns(handles, waits=False))
-        await self._mark_expired(handles, rows)
+        await self._after_commit(handles, rows)
         return self._judge(handles, rows)
 
     async def _renew_alone(self, handle: Handle) -> Renewed:
@@ -135,16 +137,21 @@ class Renewals:
             return await transaction.fetch(SQL.renew_leases, **self._columns([handle], waits=True))
 
         rows = await self._store.transact(renew, execution_id=handle.execution_id)
-        await self._mark_expired([handle], rows)
+        await self._after_commit([handle], rows)
         (answer,) = self._judge([handle], rows)
         if isinstance(answer, Renewed):
             return answer
         raise answer if isinstance(answer, Exception) else error("execution_not_found")
 
-    async def _mark_expired(self, handles: Sequence[Handle], rows: Sequence[Record]) -> None:
+    async def _after_commit(self, handles: Sequence[Handle], rows: Sequence[Record]) -> None:
+        self._wake_feed(rows)
         expired = [handles[row["nth"] - 1].execution_id for row in rows if row["verdict"] == "lease_expired"]
         if expired:
             await self._expiry.mark_expired(expired)
+
+    def _wake_feed(self, rows: Sequence[Record]) -> None:
+        if self._store.rules.renewal_events and any(row["verdict"] == "ok" for row in rows):
+            self._store.wakeups.events(EventFamily.LEASE)
 
     @staticmethod
     def _judge(handles: Sequence[Handle], rows: Sequence[Record]) -> list[Renewed | Locked | Exception]:

@@ -12,7 +12,8 @@ seen as materialized (
     left join lateral (
          select e.partition_key, e.execution_id, e.namespace_no, e.lifecycle_phase, e.ownership_state, e.terminal_outcome,
                 e.lease_epoch, e.lease_id, coalesce(e.attempt_id, e.lease_id) as attempt_id, e.attempt_id as own_attempt_id,
-                e.attempt_count, e.worker_no, e.claim_no, e.lease_expires_at, e.flow_id, e.instance_tag
+                e.attempt_count, e.worker_no, e.claim_no, e.lease_expires_at, e.flow_id, e.instance_tag,
+                e.has_tags
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e on true
 ),
@@ -100,21 +101,25 @@ made as (
     from moved group by partition_key, claim_no, worker_no, lease_expires_at, now
 ),
 renewed as materialized (
-  select * from judged
+  select j.*,
+         case when :writes_events::boolean and has_tags then (
+           select jsonb_object_agg(t.key, t.value) from execution_tag t
+            where t.partition_key = j.partition_key and t.execution_id = j.execution_id) end as tags
+    from judged j
    where verdict = 'ok' and (claim_tid in (select tid from whole) or nth in (select nth from moved))
 ),
 -- Ordinary renewals share one event per group.
 events as (
   insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, execution_ids, lease_ids,
-                     execution_id, lease_id, attempt_id, flow_id, instance_tag)
+                     execution_id, lease_id, attempt_id, flow_id, instance_tag, tags)
   select min(now), partition_key, 'renewed'::event_kind, namespace_no, attempt_count - 1, worker_no, lease_epoch,
-         array_agg(execution_id), array_agg(lease_id), null, null, null, null, null
-    from renewed where :writes_events::boolean and own_attempt_id is null and flow_id is null and instance_tag is null
-   group by partition_key, namespace_no, attempt_count, worker_no, lease_epoch
+         array_agg(execution_id), array_agg(lease_id), null, null, null, null, instance_tag, tags
+    from renewed where :writes_events and own_attempt_id is null and flow_id is null
+   group by partition_key, namespace_no, attempt_count, worker_no, lease_epoch, instance_tag, tags
   union all
   select now, partition_key, 'renewed', namespace_no, attempt_count - 1, worker_no, lease_epoch, null, null, execution_id,
-         lease_id, nullif(own_attempt_id, lease_id), flow_id, instance_tag
-    from renewed where :writes_events and (own_attempt_id is not null or flow_id is not null or instance_tag is not null)
+         lease_id, nullif(own_attempt_id, lease_id), flow_id, instance_tag, tags
+    from renewed where :writes_events and (own_attempt_id is not null or flow_id is not null)
 )
 select nth,
        case when verdict <> 'ok' or nth in (select nth from renewed) then verdict end as verdict,

@@ -107,6 +107,24 @@ select e.partition_key, e.execution_id, rule.problem
               count(*) filter (where (p.state in ('pending', 'active')) <> (p.closed_at is null)) as half_closed
          from waitpoint p where p.partition_key = e.partition_key and p.execution_id = e.execution_id) p
  cross join lateral (
+       select count(*) as streams, count(*) filter (where y.attempt_index not between 0 and e.attempt_count - 1) as of_no_attempt,
+              count(*) filter (where y.attempt_index = e.attempt_count - 1 and y.closed_at is null) as open,
+              count(*) filter (where y.frame_count < 1 or y.first_frame_no not between 1 and y.frame_count + 1
+                or (y.has_durable_frame and y.closed_at is null and y.expires_at is not null)) as miscounted,
+              count(*) filter (where y.first_frame_no <= y.frame_count
+                and (f.frame_no, f.ms, f.seq) <> (y.frame_count, y.last_ms, y.last_seq)) as mislast,
+              count(*) filter (where z.version is not null and not y.has_durable_frame) as unpatched
+         from stream y
+         left join lateral (
+              select f.frame_no, f.ms, f.seq from stream_frame f
+               where f.partition_key = y.partition_key and f.execution_id = y.execution_id and f.attempt_index = y.attempt_index
+               order by f.ms desc, f.seq desc limit 1) f on true
+         left join lateral (
+              select z.version from stream_summary z
+               where z.partition_key = y.partition_key and z.execution_id = y.execution_id and z.attempt_index = y.attempt_index
+               limit 1) z on true
+        where y.partition_key = e.partition_key and y.execution_id = e.execution_id) y
+ cross join lateral (
        select count(*) as tags, max(t.value) filter (where t.key = :instance_tag) as instance
          from execution_tag t where t.partition_key = e.partition_key and t.execution_id = e.execution_id) t
  cross join lateral (
@@ -196,6 +214,13 @@ select e.partition_key, e.execution_id, rule.problem
          when e.has_attempt and l.ended_at is not null then l.attempt_state <> 'interrupted_reclaimed' or not e.is_terminal end),
        ('attached: the suspension bit contradicts the suspensions', (e.attached & 2 <> 0) <> (s.open > 0)),
        ('attached: the grant bit is missing', e.attached & 1 = 0 and (g.execution_id is not null or e.granted_until is not null)),
+       -- Versions without streams keep the bit when they begin another attempt.
+       ('attached: the stream bit is set without a stream', e.attached & 4 <> 0 and y.streams = 0),
+       ('attached: the stream bit is missing', e.attached & 4 = 0 and y.open > 0 and not e.is_terminal),
+       ('stream: its attempt does not exist', y.of_no_attempt > 0),
+       ('stream: the counters contradict each other', y.miscounted > 0),
+       ('stream: the newest frame contradicts the counters', y.mislast > 0),
+       ('stream_summary: present though the stream has no summary frame', y.unpatched > 0),
        ('granted_until: set without a matching grant', e.granted_until > c.now and (e.is_terminal or g.expires_at is distinct from e.granted_until)),
        ('suspension_id: the suspension does not exist', e.suspension_id is not null and u.execution_id is null),
        ('suspension_id: not the latest suspension', s.later > 0),
@@ -296,6 +321,29 @@ union all
 union all
 (select distinct x.partition_key, x.execution_id, 'signal: its execution does not exist' from signal x
   where not exists (select from execution e where e.partition_key = x.partition_key and e.execution_id = x.execution_id) limit :limit)
+union all
+(select distinct s.partition_key, s.execution_id, 'stream: its execution does not exist' from stream s
+  where not exists (select from execution e where e.partition_key = s.partition_key and e.execution_id = s.execution_id) limit :limit)
+union all
+-- One index lookup for each stream: a stream may have many frames.
+(with recursive k as (
+   (select f.partition_key, f.execution_id, f.attempt_index from stream_frame f
+     order by f.partition_key, f.execution_id, f.attempt_index limit 1)
+   union all
+   select n.partition_key, n.execution_id, n.attempt_index
+     from k cross join lateral (
+          select f.partition_key, f.execution_id, f.attempt_index from stream_frame f
+           where (f.partition_key, f.execution_id, f.attempt_index) > (k.partition_key, k.execution_id, k.attempt_index)
+           order by f.partition_key, f.execution_id, f.attempt_index limit 1) n)
+ select distinct k.partition_key, k.execution_id, 'stream_frame: its stream does not exist' from k
+  where not exists (
+        select from stream s
+         where s.partition_key = k.partition_key and s.execution_id = k.execution_id and s.attempt_index = k.attempt_index) limit :limit)
+union all
+(select distinct y.partition_key, y.execution_id, 'stream_summary: its stream does not exist' from stream_summary y
+  where not exists (
+        select from stream s
+         where s.partition_key = y.partition_key and s.execution_id = y.execution_id and s.attempt_index = y.attempt_index) limit :limit)
 union all
 (select distinct k.subject_partition, k.subject_id, 'idempotency_key: the execution of the suspend does not exist' from idempotency_key k
   where k.operation = 'suspend'

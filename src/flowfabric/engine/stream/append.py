@@ -15,8 +15,8 @@ from flowfabric.model.handle import Handle, check_handle
 from flowfabric.model.ids import check_storable, split_execution_id
 from flowfabric.model.open_stream import OpenStream, Summary
 from flowfabric.model.policy import StreamPolicy
-from flowfabric.model.stream import MAX_FRAME_BYTES, AppendFrameOutcome, Frame
-from flowfabric.model.summary import decode_document
+from flowfabric.model.stream import MAX_FRAME_BYTES, AppendFrameOutcome, DurableSummary, Frame
+from flowfabric.model.summary import decode_document, read_patch
 from flowfabric.model.text import shown
 
 SQL = statements_beside(__file__)
@@ -179,9 +179,14 @@ async def _locked(
         await transaction.fetch(SQL.lock_claim, partition_key=partition, execution_id=uuid)
         rows = await transaction.fetch(SQL.lock_streams, **target_columns(batches))
     found = [_judge(batch, row, is_alone=is_alone) for batch, row in zip(batches, rows, strict=True)]
-    absent = [
-        at for at, row in enumerate(rows) if row["verdict"] == "ok" and not row["is_locked"] and not row["is_present"]
-    ]
+    absent: list[int] = []
+    for at, (batch, row) in enumerate(zip(batches, rows, strict=True)):
+        if row["verdict"] == "ok" and not row["is_locked"] and not row["is_present"]:
+            if any(_is_valid(frame) for frame in batch.frames):
+                absent.append(at)
+            else:
+                # Not created: nothing will be appended.
+                found[at] = OpenStream(now=row["now"], retention_maxlen=0)
     if absent:
         opened = await transaction.fetch(
             SQL.open_streams, **target_columns([batches[at] for at in absent]), **_DEFAULTS
@@ -193,6 +198,16 @@ async def _locked(
             elif is_alone:
                 found[at] = _refusal(batches[at], row, row["verdict"])
     return found
+
+
+def _is_valid(frame: Frame) -> bool:
+    """Whether a frame is refused for no reason of its own."""
+    try:
+        if isinstance(frame.mode, DurableSummary):
+            read_patch(frame.bytes)
+    except EngineError:
+        return False
+    return True
 
 
 def _judge(batch: FrameBatch, row: Record, *, is_alone: bool) -> OpenStream | Refusal | Locked:

@@ -189,6 +189,10 @@ class Tails:
         self._refuses = True
         self._store.wakeups.streams.wake_all()
 
+    async def close(self) -> None:
+        """Fail parked tails and reject new calls."""
+        self.refuse()
+
     async def drain(self) -> None:
         """Wait until every call in progress is answered."""
         await self._idle.wait()

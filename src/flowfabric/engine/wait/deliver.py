@@ -27,6 +27,7 @@ from flowfabric.engine.wait.signal_batch import (
 from flowfabric.engine.wait.token_stamps import TokenStamps
 from flowfabric.model.delivery import DeliveryTarget, RefusedToken, Waitpoint
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.event import EventFamily
 from flowfabric.model.handle import Handle, check_handle
 from flowfabric.model.ids import (
     ExecutionId,
@@ -72,21 +73,20 @@ class SignalTarget:
     """Where a signal for a wait would go, as far as its execution has come."""
 
     state: PublicState
-    is_repeat: bool
-    """Whether the execution already has the signal."""
     waitpoint_id: WaitpointId | None
-    """The open waitpoint of the wait, if any."""
+    """The waitpoint that already has the signal or, if none has it, the open waitpoint of the wait, if any."""
     open_keys: tuple[str, ...]
     """If there is none, the keys of other open waitpoints, at most ten."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """The outcomes of each batch, the resumed executions and the refused tokens."""
+    """The outcomes of each batch, the resumed executions, the refused tokens and whether events were written."""
 
     answers: Sequence[list[Delivered | EngineError]] = ()
     resumed: Sequence[Record] = ()
     refused: Sequence[RefusedToken] = ()
+    has_events: bool = False
 
 
 class Signals:
@@ -257,10 +257,9 @@ class Signals:
         )
         if not rows:
             return None
-        state, is_repeat, waitpoint_id, open_keys = rows[0]
+        state, waitpoint_id, open_keys = rows[0]
         return SignalTarget(
             state=PublicState(state),
-            is_repeat=is_repeat,
             waitpoint_id=waitpoint_id and WaitpointId(waitpoint_id),
             open_keys=tuple(open_keys or ()),
         )
@@ -384,7 +383,9 @@ class Signals:
         return answers
 
     def _after_commit(self, outcome: "_Outcome") -> None:
-        self._resumes.after_commit(outcome.resumed)
+        self._resumes.after_commit(outcome.resumed, SATISFIED)
+        if outcome.has_events:
+            self._store.wakeups.events(EventFamily.SIGNAL)
         self._stamps.note(outcome.refused)
 
     def _close(self, batch: SignalBatch) -> None:
@@ -416,7 +417,8 @@ class Signals:
             ]
             for target, (batch, _) in zip(targets, locked, strict=True)
         ]
-        if any(each.recorded for each in targets):
+        has_events = any(each.delivered for each in targets)
+        if has_events:
             await transaction.fetch(SQL.insert_deliveries, now=rows[0]["now"], **write_columns(targets))
         if overflow := overflow_columns(targets):
             await transaction.fetch(SQL.take_overflow, **overflow)
@@ -425,6 +427,7 @@ class Signals:
             answers=answers,
             resumed=await self._resumes.within(transaction, resumes, SATISFIED) if resumes else [],
             refused=[token for each in targets for token in each.refused],
+            has_events=has_events,
         )
 
     @staticmethod

@@ -82,8 +82,8 @@ select i.nth, g.signal_id, g.signal_name, g.waitpoint_key, g.source_type, g.sour
 
 -- name: insert_deliveries
 -- Inserts accepted signals in order, updates the signal counts of their waitpoints and the satisfiers of their suspensions,
--- and stores their idempotency keys. Only the executions are locked, so other rows are updated by key, not by ctid: another
--- writer may commit a newer version of them.
+-- stores their idempotency keys, and writes an event for each accepted signal and each duplicate. Only the executions are locked,
+-- so other rows are updated by key, not by ctid: another writer may commit a newer version of them.
 -- `= any(array[partition])` keeps the planner from scanning a whole index and joining the parameters to it. A column whose
 -- values are all equal may be passed as one element.
 with recorded as (
@@ -126,6 +126,21 @@ waiting as (
     from unnest(:waiting_partitions::smallint[], :waiting_executions::uuid[], :waiting_suspensions::uuid[], :satisfiers::text[])
          as i(partition_key, execution_id, suspension_id, satisfiers)
    where s.partition_key = any(array[i.partition_key]) and s.execution_id = i.execution_id and s.suspension_id = i.suspension_id
+),
+inserted_events as (
+  insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, flow_id, instance_tag, details, tags)
+  select :now, i.execution_id, i.partition_key, 'signal', e.namespace_no, nullif(e.attempt_count, 0) - 1, e.flow_id, e.instance_tag,
+         i.details::jsonb,
+         case when e.has_tags then (
+           select jsonb_object_agg(t.key, t.value) from execution_tag t
+            where t.partition_key = i.partition_key and t.execution_id = i.execution_id) end
+    from unnest(:event_partitions::smallint[], :event_executions::uuid[], :event_details::text[])
+         with ordinality as i(partition_key, execution_id, details, nth)
+   cross join lateral (
+         select e.namespace_no, e.attempt_count, e.flow_id, e.instance_tag, e.has_tags from execution e
+          where e.partition_key = i.partition_key and e.execution_id = i.execution_id
+         offset 0) e
+   order by i.nth
 )
 insert into idempotency_key (partition_key, operation, scope, key, expires_at, subject_partition, subject_id)
 select i.partition_key, 'signal', i.waitpoint_id, i.key, i.expires_at, i.partition_key, i.signal_id
@@ -164,13 +179,13 @@ select l.lane_id, w.token
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_signal_target
--- Where a signal for the wait of this name would go: the state of the execution, whether it already has the signal, and the
--- open waitpoint. If there is none, open_keys has the names of other open waits, at most ten.
-select e.public_state,
-       exists (select from signal g
-                where g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.signal_id = :signal_id::uuid) as is_repeat,
-       w.waitpoint_id, o.open_keys
+-- Where a signal for the wait of this name would go: the state of the execution, and the waitpoint that already has the signal or,
+-- if none has it, the open waitpoint. If there is none, open_keys has the names of other open waits, at most ten.
+select e.public_state, coalesce(g.waitpoint_id, w.waitpoint_id) as waitpoint_id, o.open_keys
   from execution e
+  left join lateral (
+       select g.waitpoint_id from signal g
+        where g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.signal_id = :signal_id::uuid limit 1) g on true
   left join lateral (
        select w.waitpoint_id from (
               select w.waitpoint_id from waitpoint w

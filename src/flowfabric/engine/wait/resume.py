@@ -12,7 +12,7 @@ from flowfabric.engine.core.transition import RESUME_DELAYED, RESUMED, RESUMED_P
 from flowfabric.engine.store import Store
 from flowfabric.model.condition import check_enum
 from flowfabric.model.errors import error
-from flowfabric.model.event import CompletionOutcome, EventKind
+from flowfabric.model.event import CompletionOutcome, EventFamily, EventKind
 from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, parse_execution_id, row_key, split_execution_id
 from flowfabric.model.policy_checks import MAX_MS
 from flowfabric.model.resume import Resumed, ResumeTrigger
@@ -62,12 +62,17 @@ class ResumeCause:
     close_reason: CloseReason
     is_satisfied: bool = False
     kind: EventKind | None = None
+    family: EventFamily | None = None
     outcome: CompletionOutcome | None = None
     event_details: object = None
 
 
 SATISFIED = ResumeCause(
-    close_reason=CloseReason.RESUMED, is_satisfied=True, kind=EventKind.ENDED, outcome=CompletionOutcome.RESUMABLE
+    close_reason=CloseReason.RESUMED,
+    is_satisfied=True,
+    kind=EventKind.ENDED,
+    family=EventFamily.COMPLETION,
+    outcome=CompletionOutcome.RESUMABLE,
 )
 """A signal satisfied the condition."""
 TIMED_OUT = ResumeCause(close_reason=CloseReason.TIMED_OUT_AUTO_RESUME)
@@ -112,6 +117,7 @@ class Resumes:
         cause = ResumeCause(
             close_reason=CloseReason.RESUMED,
             kind=EventKind.OPERATOR_RESUMED,
+            family=EventFamily.OPERATOR,
             event_details={"trigger_type": trigger, "resume_delay_ms": resume_delay_ms},
         )
 
@@ -123,7 +129,7 @@ class Resumes:
                 raise error("execution_not_suspended")
             return await self.within(transaction, [resume], cause)
 
-        self.after_commit(await self._store.transact(apply, execution_id=parsed))
+        self.after_commit(await self._store.transact(apply, execution_id=parsed), cause)
         return Resumed(public_state=PublicState.DELAYED if resume_delay_ms else PublicState.RESUMABLE)
 
     async def within(self, transaction: Transaction, resumes: Sequence[Resume], cause: ResumeCause) -> list[Record]:
@@ -143,9 +149,11 @@ class Resumes:
             raise error("internal", f"expected to resume {len(resumes)} executions, but only {resumed} were suspended")
         return rows
 
-    def after_commit(self, rows: Sequence[Record]) -> None:
-        """Wake workers and timers after the commit."""
+    def after_commit(self, rows: Sequence[Record], cause: ResumeCause) -> None:
+        """Wake workers, timers and feeds after the commit."""
         wakeups = self._store.wakeups
+        if rows and cause.family is not None:
+            wakeups.events(cause.family)
         for row in rows:
             if row["delay_ms"] is not None:
                 wakeups.timer(row["delay_ms"])

@@ -38,7 +38,7 @@ held as materialized (
    cross join item i
    cross join lateral (
          select e.ctid as tid, e.queue_no, e.place, e.namespace_no, e.attempt_count, e.lease_epoch, e.flow_id, e.instance_tag,
-                e.suspension_id, e.suspension_timeout_at is not null as had_timeout
+                e.has_tags, e.suspension_id, e.suspension_timeout_at is not null as had_timeout
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.lifecycle_phase = 'suspended'
          offset 0) e
@@ -106,10 +106,13 @@ closed_waitpoints as (
 ),
 events as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, lease_epoch, outcome, flow_id,
-                     instance_tag, details)
+                     instance_tag, details, tags)
   select now, execution_id, partition_key, :kind::event_kind, namespace_no, attempt_count - 1, lease_epoch,
-         :outcome::smallint, flow_id, instance_tag, :event_details::jsonb
-    from held where :kind is not null
+         :outcome::smallint, flow_id, instance_tag, :event_details::jsonb,
+         case when has_tags then (
+           select jsonb_object_agg(t.key, t.value) from execution_tag t
+            where t.partition_key = h.partition_key and t.execution_id = h.execution_id) end
+    from held h where :kind is not null
 )
 select h.delay_ms, q.lane_id, q.route_no, h.queue_no, h.place, h.resumed
   from (select delay_ms, queue_no, min(place) as place, count(*) as resumed from held group by delay_ms, queue_no) h

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+import msgspec
+
 from flowfabric.db.database import Record
 from flowfabric.db.statements import array_text, full_columns, short_columns
 from flowfabric.engine.wait.resume import Resume
@@ -12,7 +14,7 @@ from flowfabric.model.delivery import DeliveryTarget, Wait, Waitpoint
 from flowfabric.model.errors import EngineError
 from flowfabric.model.evaluation import SignalFacts, Tally, outline_of
 from flowfabric.model.ids import ExecutionId, SignalId, SuspensionId, WaitpointId, split_execution_id
-from flowfabric.model.signal import Accepted, NewSignal, SignalDuplicate
+from flowfabric.model.signal import Accepted, NewSignal, ReportedEffect, SignalDuplicate, SignalEffect
 from flowfabric.model.states import LifecyclePhase, WaitpointState
 from flowfabric.model.token import WaitpointToken
 
@@ -41,9 +43,16 @@ _SIGNAL_COLUMNS = (
 )
 _COUNT_COLUMNS = ("counted_partitions", "counted_waitpoints", "accepted", "matched")
 _WAIT_COLUMNS = ("waiting_partitions", "waiting_executions", "waiting_suspensions", "satisfiers")
+_EVENT_COLUMNS = ("event_partitions", "event_executions", "event_details")
 _KEY_COLUMNS = ("key_partitions", "key_waitpoints", "keys", "key_signals", "key_expiries")
 _PHASES = {phase.value: phase for phase in LifecyclePhase}
 _STATES = {state.value: state for state in WaitpointState}
+_REPORTED = {
+    SignalEffect.APPENDED_TO_WAITPOINT: ReportedEffect.APPENDED_TO_WAITPOINT,
+    SignalEffect.RESUME_CONDITION_SATISFIED: ReportedEffect.SATISFIED,
+    SignalEffect.BUFFERED_FOR_PENDING_WAITPOINT: ReportedEffect.BUFFERED,
+}
+_encode = msgspec.json.Encoder().encode
 
 
 class SignalBatch:
@@ -170,13 +179,15 @@ def facts_of(row: Record) -> SignalFacts:
 
 
 def write_columns(targets: Sequence[DeliveryTarget]) -> Mapping[str, object]:
-    """The parameters of `insert_deliveries`: accepted signals, signal counts, satisfiers and idempotency keys."""
+    """The parameters of `insert_deliveries`: accepted signals, counts, satisfiers, idempotency keys and events."""
     signals: list[tuple[object, ...]] = []
     counted: list[tuple[object, ...]] = []
     waiting: list[tuple[object, ...]] = []
     keyed: list[tuple[object, ...]] = []
+    events: list[tuple[object, ...]] = []
     for target in targets:
         partition, uuid = split_execution_id(target.execution_id)
+        events += [(partition, uuid, _event_details(signal, answer)) for signal, answer in target.delivered]
         for record in target.recorded:
             signal, waitpoint, disposition = record.signal, record.waitpoint, record.disposition
             signals.append(
@@ -218,7 +229,27 @@ def write_columns(targets: Sequence[DeliveryTarget]) -> Mapping[str, object]:
         **full_columns(_COUNT_COLUMNS, counted),
         **full_columns(_WAIT_COLUMNS, waiting),
         **full_columns(_KEY_COLUMNS, keyed),
+        **full_columns(_EVENT_COLUMNS, events),
     }
+
+
+def _event_details(signal: NewSignal, answer: Delivered) -> str:
+    """The details of the event of a delivery; a duplicate is reported under the id of the signal it repeats."""
+    effect: str
+    disposition: str
+    match answer:
+        case Accepted():
+            signal_id, effect, disposition = answer.signal_id, _REPORTED[answer.effect], answer.disposition
+        case SignalDuplicate():
+            signal_id, effect, disposition = answer.existing_signal_id, ReportedEffect.DEDUPED, ReportedEffect.DEDUPED
+    details = {
+        "signal_id": signal_id,
+        "waitpoint_id": signal.waitpoint_id,
+        "source_identity": signal.source_identity,
+        "effect": effect,
+        "disposition": disposition,
+    }
+    return _encode(details).decode()
 
 
 def overflow_columns(targets: Sequence[DeliveryTarget]) -> Mapping[str, object] | None:

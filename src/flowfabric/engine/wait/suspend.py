@@ -142,7 +142,7 @@ class Suspend:
                 transaction, [request.execution_id for request in requests], waits=False
             )
             locked = [request for request, row in zip(requests, rows, strict=True) if row is not None]
-            given, released = await self._suspend_locked(transaction, locked, began)
+            given, released = await self._suspend_locked(transaction, locked, began, is_shared=True)
             answers = iter(given)
             return [LOCKED if row is None else next(answers) for row in rows], released
 
@@ -167,7 +167,7 @@ class Suspend:
         return answer
 
     async def _suspend_locked(
-        self, transaction: Transaction, requests: Sequence[_Request], began: int
+        self, transaction: Transaction, requests: Sequence[_Request], began: int, *, is_shared: bool = False
     ) -> "tuple[list[_Answer], _Released]":
         """Suspend runs whose executions the transaction has locked; a refused request changes nothing."""
         if not requests:
@@ -185,7 +185,7 @@ class Suspend:
                 checked.append(refused)
         waits = [each for each in checked if isinstance(each, _Wait)]
         ends = [_lease_end(wait) for wait in waits if not wait.evaluation.satisfied]
-        verdicts = await self._lease_ends.within(transaction, ends) if ends else []
+        verdicts = await self._lease_ends.within(transaction, ends, is_shared=is_shared) if ends else []
         if waits:
             await _insert(transaction, waits)
         return [each.outcome if isinstance(each, _Wait) else each for each in checked], (ends, verdicts)

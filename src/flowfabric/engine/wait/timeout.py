@@ -198,7 +198,7 @@ class SuspensionTimeouts:
 
     async def _after_commit(self, applied: _Applied) -> None:
         await self._lease_ends.after_commit(applied.lease_ends, applied.verdicts)
-        self._resumes.after_commit(applied.resumed)
+        self._resumes.after_commit(applied.resumed, TIMED_OUT)
 
 
 def suspension_end(execution_id: ExecutionId, behavior: TimeoutBehavior) -> LeaseEnd:

@@ -1,0 +1,329 @@
+"""The reader of a subscription: reads windows of events into a bounded queue, and survives faults of the store."""
+
+import asyncio
+import logging
+import time
+import zlib
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Generic, TypeVar
+
+from flowfabric.db.database import Record
+from flowfabric.db.statements import Statement, statements_beside
+from flowfabric.engine.event.decoding import Event, Feed, Undecodable
+from flowfabric.engine.event.origin import keep_origin
+from flowfabric.engine.store import Store
+from flowfabric.model.cursor import OLDEST, CursorWriter, Position, Snapshot, TrimMark
+from flowfabric.model.errors import EngineError, TransportError, error
+from flowfabric.model.event import FAMILY_KINDS, RARE_FAMILIES, EventFamily
+from flowfabric.model.feed import ScannerFilter
+from flowfabric.pauses import is_set_within, pauses
+
+SQL = statements_beside(__file__)
+Answer = TypeVar("Answer")
+
+logger = logging.getLogger(__name__)
+
+
+class Buffer(Generic[Event]):
+    """The events that were read and not yet taken, and where the reader is."""
+
+    LIMIT = 1024
+    """The most events in the queue; a full queue stops the reader until half of it is free."""
+
+    def __init__(self) -> None:
+        self.events: deque[Event] = deque()
+        self.reached: Position | None = None
+        """The position after the last event of the queue, if that event is not the last one that was read."""
+        self.failure: BaseException | None = None
+        self.disconnected: str | None = None
+        """Why the reader has given up."""
+        self.is_cut = False
+        """Whether the events of the queue are not to be taken any more."""
+        self.is_closed = False
+        self._arrived = asyncio.Event()
+        self._has_room = asyncio.Event()
+
+    def take(self) -> Event:
+        """Remove and return the next event."""
+        event = self.events.popleft()
+        if len(self.events) <= self.LIMIT // 2:
+            self._has_room.set()
+        return event
+
+    async def put(self, event: Event) -> None:
+        """Add an event; wait while the queue is full."""
+        while len(self.events) >= self.LIMIT:
+            self._has_room.clear()
+            await self._has_room.wait()
+        self.reached = None
+        self.events.append(event)
+        self._arrived.set()
+
+    async def wait(self) -> None:
+        """Wait until something has happened."""
+        self._arrived.clear()
+        await self._arrived.wait()
+
+    def disconnect(self, reason: str, *, is_cut: bool = False) -> None:
+        """End the subscription with `stream_disconnected`: after the events of the queue, or instead of them."""
+        self.disconnected = self.disconnected or reason
+        self.is_cut = is_cut
+        self._arrived.set()
+
+    def fail(self, failure: BaseException) -> None:
+        """End the subscription with an error, after the events of the queue."""
+        self.failure = failure
+        self._arrived.set()
+
+    def close(self) -> None:
+        """End the subscription."""
+        self.is_closed = True
+        self._arrived.set()
+
+
+class Reader(Generic[Event]):
+    """Reads the events of one subscription."""
+
+    PAGE = 256
+    """How many matching rows a statement returns."""
+    SCANNED = 2048
+    """How many rows a statement reads at most."""
+    POLL_SECONDS = 5.0
+    """The longest wait for a hint."""
+    UNHINTED_SECONDS = (0.1, 1.0)
+    """The first and the longest pause between two polls while no hints arrive."""
+    PAUSE_SECONDS = 0.005
+    """The pause after a window with events, so that the next one is worth a statement."""
+    RETRY_SECONDS = (0.2, 2.0)
+    """The first and the longest pause after a failed read."""
+    UNREACHABLE_SECONDS = 30.0
+    """How long reads may fail before the subscription ends."""
+
+    def __init__(self, store: Store, feed: Feed[Event], filter: ScannerFilter | None, buffer: Buffer[Event]) -> None:
+        self._store = store
+        self._feed = feed
+        self._buffer = buffer
+        self._is_rare = feed.family in RARE_FAMILIES
+        self._matching = _matching(store, feed, filter or ScannerFilter())
+        # A page of a rare family without a filter matches row by row.
+        self._scanned = self.PAGE if self._is_rare and filter in (None, ScannerFilter()) else self.SCANNED
+        self._warned: set[str] = set()
+
+    async def start(self, position: Position | None, *, is_oldest: bool) -> Position:
+        """The position to read from: the given one, the oldest event, or now; raise if the given one is too old."""
+        if position is not None:
+            return self._checked(position, await self._look(position))
+        blank = Position.oldest(self._feed.family)
+        found = await self._look(blank, is_forced=True)
+        blank = replace(blank, generation=found.generation, origin=found.origin, trims=found.deleted.trims)
+        return blank if is_oldest else blank.opened(found.snapshot, newest=found.newest).closed()
+
+    async def run(self, position: Position) -> None:
+        """Read until the subscription ends."""
+        wakeups = self._store.wakeups
+        wakeups.hints.start_listening()
+        try:
+            with wakeups.feeds.watch(self._feed.family) as changed:
+                unhinted = pauses(*self.UNHINTED_SECONDS)
+                while True:
+                    changed.clear()
+                    if position.window is None:
+                        position = await self._open(position)
+                    if position.window is not None:
+                        position = await self._read_window(position)
+                        self._buffer.reached = position
+                        unhinted = pauses(*self.UNHINTED_SECONDS)
+                        await asyncio.sleep(self.PAUSE_SECONDS)
+                        continue
+                    self._buffer.reached = position
+                    await is_set_within(changed, self.POLL_SECONDS if wakeups.hints.is_listening else next(unhinted))
+        except _Unreachable as reason:
+            self._buffer.disconnect(str(reason))
+        except Exception as failure:
+            self._buffer.fail(failure)
+
+    async def _open(self, position: Position) -> Position:
+        """The position in a new window, or an equal one without a window if there is nothing to read."""
+        found = await self._retry(partial(self._look, position))
+        position = self._checked(position, found)
+        if found.snapshot.next_xid == 0:
+            return position
+        opened = position.opened(found.snapshot, newest=found.newest)
+        return opened if opened.has_late_events or opened.newest > opened.floor else opened.closed()
+
+    def _checked(self, position: Position, found: "_Found") -> Position:
+        """The position in the store as it was found; raise if events that it needs were deleted."""
+        if (rewound_to := found.restored_after(position)) is not None:
+            position = position.rewound(rewound_to)
+        self._check_deleted(position, found.deleted, found.snapshot)
+        if max(found.newest, found.deleted_newest) < position.floor:
+            raise _refusal(
+                "cursor_ahead", "the store has no event with the id of this cursor: it lost its newest events"
+            )
+        if position.window is not None:
+            return position
+        return replace(position, generation=found.generation, origin=found.origin, trims=found.deleted.trims)
+
+    def _check_deleted(self, position: Position, deleted: TrimMark, current: Snapshot) -> None:
+        if position.needs(deleted, position.window or current):
+            raise _refusal("cursor_expired", "events after this cursor were deleted, see FF_FEED_RETENTION_MS")
+
+    async def _look(self, position: Position, *, is_forced: bool = False) -> "_Found":
+        while True:
+            (row,) = await self._store.fetch(
+                SQL.open_window,
+                family=self._feed.family,
+                floor=position.floor,
+                xmax=position.before.xmax,
+                next_xid=position.before.next_xid,
+                in_progress=position.before.in_progress,
+                generation=position.generation,
+                is_forced=is_forced,
+            )
+            if row["is_current"]:
+                return _Found(row)
+            await keep_origin(self._store)
+
+    async def _read_window(self, position: Position) -> Position:
+        """Read a window into the queue, page by page; return the position after it."""
+        while position.window is not None:
+            rows = await self._retry(partial(self._page, position))
+            self._check_deleted(position, _mark(rows[0]), position.window)
+            cursors = CursorWriter(position)
+            for row in rows if rows[0]["event_id"] is not None else ():
+                skipped = position.nth if row["event_id"] == position.last else 0
+                position = replace(position, last=row["event_id"], nth=0)
+                if not row["is_match"]:
+                    self._buffer.reached = position
+                    continue
+                await self._put(row, cursors, skipped, position)
+            if len(rows) >= self.PAGE or rows[-1]["place"] == self._scanned:
+                continue
+            position = position.past_late_events() if position.has_late_events else position.closed()
+        return position
+
+    async def _put(self, row: Record, cursors: CursorWriter, skipped: int, position: Position) -> None:
+        try:
+            events = self._feed.events(row, cursors.of_event(row["event_id"]), skipped)
+        except Undecodable as reason:
+            self._warn(f"{self._feed.operation} skips event {row['event_id']}: {reason}", str(reason))
+            self._buffer.reached = position
+            return
+        for event in events:
+            await self._buffer.put(event)
+
+    def _warn(self, text: str, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("%s; more events like this are skipped without a warning", text)
+
+    async def _page(self, position: Position) -> list[Record]:
+        window = position.window
+        assert window is not None
+        values: dict[str, object] = {
+            **self._matching,
+            "after": position.after,
+            "newest": position.newest,
+            "snapshot": window.as_record,
+            "restored_event_id": window.restored_event_id,
+            "scanned": self._scanned,
+            "page": self.PAGE,
+        }
+        statement: Statement = SQL.list_rare_events if self._is_rare else SQL.list_events
+        if position.has_late_events:
+            statement = SQL.list_late_events
+            before = position.before
+            values |= {
+                "after": max(position.after, before.restored_event_id),
+                "newest": position.floor,
+                "xmax": before.xmax,
+                "next_xid": before.next_xid,
+                "in_progress": before.in_progress,
+            }
+        return await self._store.fetch(statement, **values)
+
+    async def _retry(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Repeat a read that fails because of the store; give up after UNREACHABLE_SECONDS."""
+        since = time.monotonic()
+        for pause in pauses(*self.RETRY_SECONDS):
+            try:
+                return await call()
+            except EngineError as failure:
+                if not isinstance(failure, TransportError) and failure.code != "retry_exhausted":
+                    raise
+                logger.debug("%s: a read failed: %s", self._feed.operation, failure)
+                if time.monotonic() - since >= self.UNREACHABLE_SECONDS:
+                    raise _Unreachable(f"the store cannot be read: {failure}") from failure
+            await asyncio.sleep(pause)
+        raise AssertionError("unreachable")
+
+
+class _Unreachable(Exception):
+    """Reads have failed for too long; the message says why."""
+
+
+class _Found:
+    """The store at the start of a window."""
+
+    def __init__(self, row: Record) -> None:
+        _, xmax, in_progress = row["snapshot"]
+        self.newest: int = row["newest"]
+        self.snapshot = Snapshot(
+            xmax=xmax,
+            next_xid=row["next_xid"] or 0,
+            in_progress=tuple(in_progress),
+            restored_event_id=row["restored_event_id"],
+        )
+        self.generation: int = row["generation"]
+        self.origin = _checksum(row["origin"])
+        self.deleted = _mark(row)
+        self.deleted_newest: int = row["trimmed_newest"]
+        self._earlier_origin: str | None = row["earlier_origin"]
+        self._restored: list[int] = row["restored"]
+
+    def restored_after(self, position: Position) -> int | None:
+        """The newest event that was restored with the store after a position was reached; None if it was not."""
+        # A store may be restored twice from the same dump: then two servers have the same number.
+        is_same = self._earlier_origin is not None and _checksum(self._earlier_origin) == position.origin
+        since = self._restored[1:] if is_same else self._restored or [self.snapshot.restored_event_id]
+        return min(since, default=None)
+
+
+def _checksum(origin: str) -> int:
+    return zlib.crc32(origin.encode())
+
+
+def _refusal(reason: str, message: str) -> EngineError:
+    detail = {"reason": reason, "oldest_cursor": OLDEST, "message": f"{message}; continue with oldest_cursor"}
+    return error("invalid_input", detail)
+
+
+def _mark(row: Record) -> TrimMark:
+    return TrimMark(row["trims"], row["trimmed_event_id"], row["trimmed_xid"])
+
+
+def _matching(store: Store, feed: Feed[Event], filter: ScannerFilter) -> dict[str, object]:
+    """The parameters that decide which events match."""
+    family = feed.family
+    known = {kind for kinds in FAMILY_KINDS.values() for kind in kinds}
+    # The lease feed reads the kinds that belong to no other feed, so that it warns about unknown ones.
+    is_rest = family is EventFamily.LEASE
+    kinds = known - set(FAMILY_KINDS[family]) if is_rest else set(FAMILY_KINDS[family])
+    key, value = filter.instance_tag or (None, None)
+    is_instance_tag = key == store.rules.instance_tag
+    return {
+        "family": family,
+        "kinds": sorted(kinds),
+        "is_rest": is_rest,
+        "has_outcome": feed.has_outcome,
+        "has_leases": feed.has_leases,
+        "namespace": filter.namespace,
+        "tag_key": key,
+        "tag_value": value,
+        "is_instance_tag": is_instance_tag,
+        # An event about the instance tag is filtered by its own value.
+        "is_own_tag": is_instance_tag and family is EventFamily.INSTANCE_TAG,
+    }

@@ -1,0 +1,105 @@
+"""A subscription to a feed: an async iterator over its events that can be awaited, closed and resumed."""
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import Awaitable, Callable, Generator
+from types import TracebackType
+from typing import Generic, Self
+
+from flowfabric.engine.event.decoding import Event
+from flowfabric.engine.event.reader import Buffer
+from flowfabric.model.cursor import Position, encode_cursor
+from flowfabric.model.errors import error
+
+Start = Callable[[Buffer[Event]], Awaitable[tuple[Position, "asyncio.Task[None]"]]]
+"""Finds the position to start from, and starts the reader."""
+
+
+class Subscription(Generic[Event]):
+    """The events of a feed, in order, without an end: `async for event in subscription`.
+
+    It starts when it is awaited or entered, or else with the first event that is asked for. Close it with `aclose()` or
+    leave its block; it is closed too when nothing refers to it any more.
+    """
+
+    def __init__(self, cursor: bytes, start: Start[Event]) -> None:
+        self._cursor = cursor
+        self._start = start
+        self._buffer: Buffer[Event] = Buffer()
+        self._task: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._has_ended = False
+
+    @property
+    def cursor(self) -> bytes:
+        """The position to save: subscribed with it, a feed continues after the events that were taken.
+
+        It moves on while no event matches, so that it does not become too old.
+        """
+        buffer = self._buffer
+        if not buffer.events and buffer.reached is not None:
+            self._cursor = encode_cursor(buffer.reached)
+            buffer.reached = None
+        return self._cursor
+
+    def __await__(self) -> Generator[object, None, Self]:
+        """Start now: every event committed after this is delivered, and a cursor that is too old is refused."""
+        return self._started().__await__()
+
+    async def __aenter__(self) -> Self:
+        """Start now."""
+        return await self._started()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the subscription."""
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    async def __anext__(self) -> Event:
+        """Wait for the next event."""
+        buffer = self._buffer
+        while True:
+            if self._has_ended or buffer.is_closed:
+                raise StopAsyncIteration
+            if buffer.events and not buffer.is_cut:
+                event = buffer.take()
+                self._cursor = event.cursor
+                return event
+            if buffer.disconnected is not None:
+                self._has_ended = True
+                raise error("stream_disconnected", {"cursor": self.cursor, "reason": buffer.disconnected})
+            if buffer.failure is not None:
+                self._has_ended = True
+                raise buffer.failure
+            if self._task is None:
+                await self._started()
+            else:
+                await buffer.wait()
+
+    async def aclose(self) -> None:
+        """Stop reading; events that were read and not taken are dropped, and `cursor` stays before them."""
+        self._buffer.close()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+
+    async def _started(self) -> Self:
+        async with self._starting:
+            if self._task is None and not self._buffer.is_closed:
+                position, self._task = await self._start(self._buffer)
+                self._cursor = encode_cursor(position)
+                # The reader does not refer to the subscription, so that dropping the subscription ends the reader.
+                weakref.finalize(self, _cancel, asyncio.get_running_loop(), self._task).atexit = False
+        return self
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[None]") -> None:
+    # The garbage collector may run in any thread, and after the loop has ended.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(task.cancel)
