@@ -37,6 +37,7 @@ SUBJECTS = {
     "pinned": "flowfabric.bench.ours_pinned",
     "dead_rows": "flowfabric.bench.ours_dead_rows",
     "streams": "flowfabric.bench.ours_streams",
+    "feeds": "flowfabric.bench.ours_feeds",
     "soak": "flowfabric.bench.soak",
 }
 

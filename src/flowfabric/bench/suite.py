@@ -25,9 +25,9 @@ from flowfabric.version import __version__
 
 SUBJECT_TIMEOUT_S = 300
 SOAK = "soak"
-ONCE = frozenset({"idle", "backlog", "counts"})
+ONCE = frozenset({"idle", "backlog", "counts", "feeds"})
 """Subjects that report medians of many samples: one round is enough."""
-THOROUGH = frozenset({"result", "cost", "renew", "queues", "counts", "pinned", "dead_rows", "streams"})
+THOROUGH = frozenset({"result", "cost", "renew", "queues", "counts", "pinned", "dead_rows", "streams", "feeds"})
 """Subjects that a quick run measures only if they are named."""
 OURS = (
     "submit",
@@ -42,6 +42,7 @@ OURS = (
     "pinned",
     "dead_rows",
     "streams",
+    "feeds",
 )
 DISTRIBUTIONS = ("asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")
 
