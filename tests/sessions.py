@@ -72,7 +72,12 @@ class Sessions:
         while parked:
             connection = parked.pop()
             if not connection.is_closed():
-                await connection.execute("reset application_name")
+                try:
+                    await connection.execute("reset application_name")
+                except BaseException:
+                    # A cancelled caller does not get the session.
+                    connection.terminate()
+                    raise
                 return connection
         parking_class = self._parking_class(options.pop("connection_class", asyncpg.Connection))
         connection = await self._connect(dsn, connection_class=parking_class, **options)

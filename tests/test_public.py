@@ -19,6 +19,7 @@ MODULES = (
     "flowfabric.ids",
     "flowfabric.outcomes",
     "flowfabric.policy",
+    "flowfabric.streams",
 )
 
 

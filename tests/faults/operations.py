@@ -26,6 +26,7 @@ from .preparations import (
     keyless,
     lease_expired,
     nothing,
+    of_instance,
     past_deadline,
     past_lease,
     past_retention,
@@ -36,6 +37,7 @@ from .preparations import (
     registration,
     resumable,
     resume_granted,
+    streamed,
     suspend_args,
     suspended,
     tagged,
@@ -138,7 +140,9 @@ def _operations() -> list[Operation]:
         "create_execution",
         nothing,
         lambda e, s: e.create_execution(
-            **s.new(execution_id=s.execution_id, idempotency_key=s.name, tags={"app.key": "value"})
+            **s.new(
+                execution_id=s.execution_id, idempotency_key=s.name, tags={"app.key": "value", "ff.instance_id": "one"}
+            )
         ),
         "with an id, a key and tags",
     )
@@ -253,6 +257,12 @@ def _service_operations() -> list[Operation]:
     add("mark_lease_expired_if_due", past_lease, lambda e, s: e.mark_lease_expired_if_due(s.execution_id))
     add("set_execution_tag", created, lambda e, s: e.set_execution_tag(s.execution_id, "app.key", "value"))
     add(
+        "set_execution_tag",
+        of_instance,
+        lambda e, s: e.set_execution_tag(s.execution_id, "ff.instance_id", "new"),
+        "that changes the instance",
+    )
+    add(
         "set_execution_tags",
         created,
         lambda e, s: e.set_execution_tags(s.execution_id, {"app.key": "value", "app.other": "word"}),
@@ -324,6 +334,15 @@ def _reads() -> list[Operation]:
     add("list_pending_waitpoints", suspended, lambda e, s: e.list_pending_waitpoints(execution_id=s.execution_id))
     add("list_suspended", suspended, lambda e, _: e.list_suspended())
     add("observe_signals", suspended, lambda e, s: e.observe_signals(s.handle))
+    add("read_stream", streamed, lambda e, s: e.read_stream(s.execution_id, 0))
+    add("tail_stream", streamed, lambda e, s: e.tail_stream(s.execution_id, 0, block_ms=1000))
+    add(
+        "tail_stream",
+        streamed,
+        lambda e, s: e.tail_stream(s.execution_id, 0, after="9999999999999-0", block_ms=50),
+        "until the end of its wait",
+    )
+    add("read_summary", streamed, lambda e, s: e.read_summary(s.execution_id, 0))
     add("get_execution_tag", tagged, lambda e, s: e.get_execution_tag(s.execution_id, "app.key"))
     add("explain", created, lambda e, s: e.explain(s.execution_id))
     add("list_waitpoint_hmac_kids", nothing, lambda e, _: e.list_waitpoint_hmac_kids())

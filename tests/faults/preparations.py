@@ -4,6 +4,7 @@ from typing import Any
 
 from flowfabric.model.condition import ByName, Single
 from flowfabric.model.grant import Granted
+from flowfabric.model.stream import DurableSummary, Frame
 from flowfabric.model.suspension import SuspendArgs, Suspended
 from flowfabric.model.waitpoint import Fresh
 
@@ -45,6 +46,11 @@ async def delayed(subject: Subject) -> None:
 async def tagged(subject: Subject) -> None:
     """An execution with a tag."""
     await created(subject, tags={"app.key": "value"})
+
+
+async def of_instance(subject: Subject) -> None:
+    """An execution with an instance tag."""
+    await created(subject, tags={"ff.instance_id": "old", "app.key": "value"})
 
 
 async def completed(subject: Subject) -> None:
@@ -147,6 +153,13 @@ async def with_waitpoint(subject: Subject) -> None:
     subject.pending = await subject.engine.create_waitpoint(
         subject.handle, waitpoint_key="wait", expires_in_ms=10 * MINUTE
     )
+
+
+async def streamed(subject: Subject) -> None:
+    """A running execution with a stream and a summary."""
+    await claimed(subject)
+    await subject.engine.append_frame(subject.handle, Frame(bytes=b"one"))
+    await subject.engine.append_frame(subject.handle, Frame(bytes=b'{"a": 1}', mode=DurableSummary()))
 
 
 async def registered(subject: Subject) -> None:

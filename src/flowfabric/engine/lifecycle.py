@@ -22,6 +22,7 @@ from flowfabric.db.session import NO_LIMITS, Limits, close, connect, ignored_set
 from flowfabric.db.unreachable import Unreachable
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.event.origin import keep_origin
+from flowfabric.engine.execution.results import Results
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.store import SQL, Rules, Store, error_of
 from flowfabric.model.errors import EngineError, TransportError, error, reason_of
@@ -291,15 +292,15 @@ class Waits(Protocol):
     def refuse(self) -> None:
         """Fail current waiters and reject new ones."""
 
-    async def close(self) -> None:
-        """Fail current waiters and stop."""
-
 
 class Shutdown:
     """Ends waits and drains the calls in progress before a process stops or the engine closes."""
 
-    def __init__(self, claims: Claim, waits: Sequence[Waits], drains: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    def __init__(
+        self, claims: Claim, results: Results, waits: Sequence[Waits], drains: Sequence[Callable[[], Awaitable[None]]]
+    ) -> None:
         self._claims = claims
+        self._results = results
         self._waits = waits
         self._drains = drains
 
@@ -311,6 +312,7 @@ class Shutdown:
         check_range(grace_ms, "grace_ms", 0, MAX_GRACE_MS)
         began = time.monotonic()
         self._claims.refuse_waits()
+        self._results.refuse()
         for each in self._waits:
             each.refuse()
         try:
@@ -324,7 +326,8 @@ class Shutdown:
     async def close(self) -> None:
         """End waits and finish the calls in progress; abandon those that take longer than DRAIN_SECONDS."""
         for each in self._waits:
-            await each.close()
+            each.refuse()
+        await self._results.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
                 for drain in (self._claims.drain, *self._drains):

@@ -116,9 +116,9 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
-        drained = (self.tails, submit, self.signals, suspend, streams, lease_ends, renewals)
-        waits = (results, self.tails, feeds)
-        self.shutdown = services.add(Shutdown(claims, waits, [service.drain for service in drained]))
+        waits = (self.tails, feeds)
+        drained = (*waits, submit, self.signals, suspend, streams, lease_ends, renewals)
+        self.shutdown = services.add(Shutdown(claims, results, waits, [service.drain for service in drained]))
 
     @property
     def store(self) -> Store:

@@ -69,11 +69,10 @@ class Feeds:
             buffer.disconnect(CLOSING, is_cut=True)
             task.cancel()
 
-    async def close(self) -> None:
-        """End current subscriptions and wait for their readers."""
-        self.refuse()
-        if self._readers:
-            await asyncio.wait(self._readers)
+    async def drain(self) -> None:
+        """Wait until the readers of subscriptions that were ended have stopped."""
+        if ended := [task for task in self._readers if task.cancelling()]:
+            await asyncio.wait(ended)
 
     def _subscribe(self, feed: Feed[Event], cursor: bytes, filter: ScannerFilter | None) -> Subscription[Event]:
         if not isinstance(cursor, bytes):

@@ -5,13 +5,14 @@ import contextlib
 import weakref
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
-from typing import Generic, Self
+from typing import Generic, Self, TypeVar
 
-from flowfabric.engine.event.decoding import Event
 from flowfabric.engine.event.reader import Buffer
 from flowfabric.model.cursor import Position, encode_cursor
 from flowfabric.model.errors import error
+from flowfabric.model.feed import FeedEvent
 
+Event = TypeVar("Event", bound=FeedEvent, covariant=True)
 Start = Callable[[Buffer[Event]], Awaitable[tuple[Position, "asyncio.Task[None]"]]]
 """Finds the position to start from, and starts the reader."""
 
