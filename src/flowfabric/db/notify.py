@@ -1,11 +1,13 @@
 """Hints between processes over NOTIFY: batched, sent outside of transactions, and never required for correctness."""
 
 import asyncio
+import hashlib
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from flowfabric.db.database import Database
@@ -18,9 +20,15 @@ logger = logging.getLogger(__name__)
 EVERYTHING = "*"
 """The word of a hint that may concern anything."""
 
-_MAX_LENGTH = 7_000
+_MAX_BYTES = 7_000
+"""The longest text of words in one notification; Postgres allows 8,000 bytes with the sender."""
+_MAX_TEXTS = 4
+"""How many notifications the words of one hint may take; beyond that, the hint becomes `*`."""
+_MAX_NAME = 63
+"""The longest name of a channel in Postgres."""
 _SENDER = "@"
 """The prefix of the first word of a hint that names its sender; a hint without a sender is for everyone."""
+_NOTIFY = "select pg_notify(channel, text) from unnest($1::text[], $2::text[]) as hint(channel, text)"
 _PROBE = "/* probe */ select pg_notify($1, '')"
 _Callback = Callable[[list[str]], None]
 
@@ -39,6 +47,8 @@ class Hints:
     """The first and the longest pause before a lost listener reconnects."""
     LISTEN_SECONDS = 2.0
     """How long `listen` waits for the connection; after that, connecting continues in the background."""
+    SEND_SECONDS = 2.0
+    """How long sending may take before the connection is considered dead."""
     CLOSE_SECONDS = 1.0
     """How long `close` waits until pending hints are sent."""
     PROBE_SECONDS = 10.0
@@ -106,24 +116,31 @@ class Hints:
         while self._pending:
             pending, self._pending = self._pending, {}
             try:
-                if self._sending is None or self._sending.is_closed():
-                    # No flush needed: the change that a hint announces is already on disk.
-                    self._sending = await self._database.connect(synchronous_commit="off")
-                for channel, words in pending.items():
-                    text = " ".join(sorted(words))
-                    if EVERYTHING in words or len(text) > _MAX_LENGTH:
-                        text = EVERYTHING
-                    text = f"{self._sender_word} {text}"
-                    await self._sending.execute("select pg_notify($1, $2)", self._channel(channel), text)
+                await self._notify(
+                    (self._channel(channel), f"{self._sender_word} {text}")
+                    for channel, words in pending.items()
+                    for text in _texts(words)
+                )
             except Exception as error:
                 logger.debug("hint not sent: %s", error)
-                if self._sending is not None:
-                    self._sending.terminate()
             now = time.monotonic()
             self._credit = min(self.AT_ONCE, self._credit + (now - self._sent_at) / self.PAUSE) - 1
             self._sent_at = now
             if self._credit < 1:
                 await asyncio.sleep(self.PAUSE)
+
+    async def _notify(self, notifications: Iterable[tuple[str, str]]) -> None:
+        """Send the texts to the channels in one statement: each commit locks the notifications of the whole server."""
+        channels, texts = zip(*notifications, strict=True)
+        try:
+            if self._sending is None or self._sending.is_closed():
+                # No flush needed: the change that a hint announces is already on disk.
+                self._sending = await self._database.connect(synchronous_commit="off")
+            await self._sending.execute(_NOTIFY, channels, texts, timeout=self.SEND_SECONDS)
+        except Exception:
+            if self._sending is not None:
+                self._sending.terminate()
+            raise
 
     async def _keep_listening(self) -> None:
         reconnects = pauses(*self.RECONNECT_SECONDS)
@@ -137,7 +154,7 @@ class Hints:
             probe_failed = False
             try:
                 for channel in self._callbacks:
-                    await connection.add_listener(self._channel(channel), self._receive)
+                    await connection.add_listener(self._channel(channel), partial(self._receive, channel))
                 probe_failed = await self._listen_on(connection)
             except Exception as error:
                 logger.debug("stopped listening for hints: %s", error)
@@ -182,14 +199,35 @@ class Hints:
         return f"{_SENDER}{self._token}.{os.getpid()}"
 
     def _channel(self, channel: str) -> str:
-        return f"{self._database.schema}_{channel}"
+        name = f"{self._database.schema}_{channel}"
+        if len(name) <= _MAX_NAME:
+            return name
+        # LISTEN would cut the name, and pg_notify would refuse it.
+        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+        return f"{name[: _MAX_NAME - len(digest) - 1]}_{digest}"
 
-    def _receive(self, _connection: object, _pid: int, channel: str, payload: str) -> None:
-        words = payload.split(" ")
+    def _receive(self, channel: str, _connection: object, _pid: int, _name: str, text: str) -> None:
+        words = text.split(" ")
         if words[0].startswith(_SENDER) and words.pop(0) == self._sender_word:
             return
-        self._deliver(channel.removeprefix(f"{self._database.schema}_"), words)
+        self._deliver(channel, words)
 
     def _deliver(self, channel: str, words: list[str]) -> None:
         for callback in self._callbacks.get(channel, ()):
             callback(words)
+
+
+def _texts(words: Iterable[str]) -> list[str]:
+    """The words joined to texts that fit into one notification each; only `*` if there are too many words."""
+    texts: list[list[str]] = []
+    room = 0
+    for word in sorted(words):
+        length = len(word.encode()) + 1
+        if length > room:
+            texts.append([])
+            room = _MAX_BYTES
+        if word == EVERYTHING or length > room or len(texts) > _MAX_TEXTS:
+            return [EVERYTHING]
+        texts[-1].append(word)
+        room -= length
+    return [" ".join(text) for text in texts]
