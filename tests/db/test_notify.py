@@ -18,8 +18,8 @@ from .holders import fork, fork_is_intended
 
 SESSIONS = """from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()
                 and application_name = 'flowfabric'"""
-LISTENERS = f"select count(*) {SESSIONS} and query like '/* probe */%'"
-END_LISTENERS = f"select pg_terminate_backend(pid) {SESSIONS} and query like '/* probe */%'"
+LISTENERS = f"select count(*) {SESSIONS} and query like '/* listener */%'"
+END_LISTENERS = f"select pg_terminate_backend(pid) {SESSIONS} and query like '/* listener */%'"
 END_ALL = f"select pg_terminate_backend(pid) {SESSIONS}"
 
 Open = Callable[..., Awaitable[Hints]]
@@ -302,6 +302,21 @@ async def test_closing_ends_the_connections(hints: Open, other: asyncpg.Connecti
 async def no_sessions(other: asyncpg.Connection) -> bool:
     # The pool keeps its one connection.
     return bool(await other.fetchval(f"select count(*) <= 1 {SESSIONS}"))
+
+
+async def test_a_busy_sender_can_listen(hints: Open, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hints and probes are sent over one connection, which runs one statement at a time."""
+    monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(Hints, "PAUSE", 0.0001)
+    busy, listener = await hints(), await hints()
+    own, heard = Heard(busy, "work"), Heard(listener, "work")
+    await busy.listen()
+    await listener.listen()
+    words = [f"n{nth}" for nth in range(100)]
+    for word in words:
+        busy.send("work", word)
+        await eventually(lambda word=word: word in heard.words)
+    assert (heard.words, own.hints) == (words, [[EVERYTHING]])
 
 
 async def test_hints_that_were_never_used_can_be_closed_twice(hints: Open) -> None:

@@ -29,7 +29,7 @@ _MAX_NAME = 63
 _SENDER = "@"
 """The prefix of the first word of a hint that names its sender; a hint without a sender is for everyone."""
 _NOTIFY = "select pg_notify(channel, text) from unnest($1::text[], $2::text[]) as hint(channel, text)"
-_PROBE = "/* probe */ select pg_notify($1, '')"
+_PING = "/* listener */ select"
 _Callback = Callable[[list[str]], None]
 
 
@@ -54,7 +54,7 @@ class Hints:
     PROBE_SECONDS = 10.0
     """How often the listener probes whether hints arrive, and how long it waits before it reconnects if they do not."""
     PROBE_TIMEOUT_SECONDS = 2.0
-    """How long a probe may take to come back."""
+    """How long a probe may take to arrive."""
 
     def __init__(self, database: Database, *, polls_only: bool = False) -> None:
         self._database = database
@@ -66,6 +66,7 @@ class Hints:
         self._listener: asyncio.Task[None] | None = None
         self._listening = asyncio.Event()
         self._sending: Any = None
+        self._sending_lock = asyncio.Lock()
         self._credit = float(self.AT_ONCE)
         self._sent_at = time.monotonic()
         self._closed = False
@@ -132,15 +133,16 @@ class Hints:
     async def _notify(self, notifications: Iterable[tuple[str, str]]) -> None:
         """Send the texts to the channels in one statement: each commit locks the notifications of the whole server."""
         channels, texts = zip(*notifications, strict=True)
-        try:
-            if self._sending is None or self._sending.is_closed():
-                # No flush needed: the change that a hint announces is already on disk.
-                self._sending = await self._database.connect(synchronous_commit="off")
-            await self._sending.execute(_NOTIFY, channels, texts, timeout=self.SEND_SECONDS)
-        except Exception:
-            if self._sending is not None:
-                self._sending.terminate()
-            raise
+        async with self._sending_lock:
+            try:
+                if self._sending is None or self._sending.is_closed():
+                    # No flush needed: the change that a hint announces is already on disk.
+                    self._sending = await self._database.connect(synchronous_commit="off")
+                await self._sending.execute(_NOTIFY, channels, texts, timeout=self.SEND_SECONDS)
+            except Exception:
+                if self._sending is not None:
+                    self._sending.terminate()
+                raise
 
     async def _keep_listening(self) -> None:
         reconnects = pauses(*self.RECONNECT_SECONDS)
@@ -166,18 +168,34 @@ class Hints:
             await asyncio.sleep(self.PROBE_SECONDS if probe_failed else next(reconnects))
 
     async def _listen_on(self, connection: Any) -> bool:
-        """Listen until the connection is lost or a probe does not come back; return whether a probe failed."""
+        """Listen until the connection is lost or a probe does not arrive; return whether a probe did not arrive."""
         lost, arrived = asyncio.Event(), asyncio.Event()
-        connection.add_termination_listener(lambda _: lost.set())
-        channel = f"flowfabric_alive_{connection.get_server_pid()}"
-        await connection.add_listener(channel, lambda *_: arrived.set())
+        token = ""
+
+        def end(_: object) -> None:
+            lost.set()
+            arrived.set()
+
+        def receive(_connection: object, _pid: int, _channel: str, text: str) -> None:
+            if text == token:
+                arrived.set()
+
+        connection.add_termination_listener(end)
+        # The same name after every reconnect: a pooler's server connection keeps the subscriptions of its clients.
+        channel = f"flowfabric_alive_{self._token}_{os.getpid()}"
+        await connection.add_listener(channel, receive)
         while not lost.is_set():
             arrived.clear()
-            await connection.execute(_PROBE, channel)
+            token = secrets.token_hex(8)
+            # A connection that does not answer is lost; one that answers but does not receive the probe is deaf.
+            await connection.execute(_PING, timeout=self.PROBE_TIMEOUT_SECONDS)
+            # Sent by another session while this one is idle: a pooler in transaction mode forwards notifications only
+            # to the session that is running a statement.
+            await self._notify([(channel, token)])
             if not await is_set_within(arrived, self.PROBE_TIMEOUT_SECONDS):
                 self._warn_about_polling()
                 return True
-            if not self._listening.is_set():
+            if not self._listening.is_set() and not lost.is_set():
                 self._listening.set()
                 # Hints may have been missed before.
                 for subscribed in self._callbacks:
