@@ -276,6 +276,45 @@ async def test_an_engine_that_only_polls_sends_hints_but_does_not_listen(
     assert await other.fetchval(LISTENERS) == 1
 
 
+async def test_a_hint_that_can_wait_is_sent_with_the_next_one(
+    hints: Open, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hints, "WAIT_SECONDS", 3600.0)
+    sender, listener = await hints(), await hints()
+    waiting, work = Heard(listener, "waiting"), Heard(listener, "work")
+    await listener.listen()
+    for word in ("one", "two"):
+        sender.send("waiting", word, can_wait=True)
+    # Hints arrive in order: when this one is here, earlier ones would be here too.
+    (await hints()).send("work", "other")
+    await eventually(lambda: work.words == ["other"])
+    assert waiting.words == []
+    sender.send("work", "now")
+    await eventually(lambda: (sorted(waiting.words), work.words) == (["one", "two"], ["other", "now"]))
+
+
+async def test_a_hint_that_can_wait_is_sent_alone_after_a_time(hints: Open, eventually: Eventually) -> None:
+    sender, listener = await hints(), await hints()
+    heard = Heard(listener, "waiting")
+    await listener.listen()
+    for word in ("one", "two"):
+        sender.send("waiting", word, can_wait=True)
+        await eventually(lambda word=word: heard.words[-1:] == [word])
+
+
+async def test_closing_sends_a_hint_that_waits(
+    hints: Open, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hints, "WAIT_SECONDS", 3600.0)
+    monkeypatch.setattr(Hints, "CLOSE_SECONDS", 60.0)
+    sender, listener = await hints(), await hints()
+    heard = Heard(listener, "waiting")
+    await listener.listen()
+    sender.send("waiting", "last", can_wait=True)
+    await sender.close()
+    await eventually(lambda: heard.words == ["last"])
+
+
 async def test_closing_sends_pending_hints(
     hints: Open, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,8 @@ class Hints:
     """Seconds between two hints of a busy process; hints sent in between are batched."""
     AT_ONCE = 4
     """How many hints are sent without a pause after an idle time; each idle pause allows one more."""
+    WAIT_SECONDS = 0.1
+    """How long a hint that can wait waits for another one to be sent with."""
     RECONNECT_SECONDS = (0.1, 1.0)
     """The first and the longest pause before a lost listener reconnects."""
     LISTEN_SECONDS = 2.0
@@ -61,6 +63,7 @@ class Hints:
         self._polls_only = polls_only
         self._token = secrets.token_hex(6)
         self._pending: dict[str, set[str]] = {}
+        self._waiting: asyncio.TimerHandle | None = None
         self._callbacks: dict[str, list[_Callback]] = {}
         self._sender: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -77,13 +80,18 @@ class Hints:
         """Whether hints of other processes arrive now."""
         return self._listening.is_set()
 
-    def send(self, channel: str, word: str = EVERYTHING) -> None:
-        """Queue a hint for the other processes; it is sent soon, batched with other pending hints."""
+    def send(self, channel: str, word: str = EVERYTHING, *, can_wait: bool = False) -> None:
+        """Queue a hint for the other processes; it is sent soon, batched with other pending hints.
+
+        A hint that can wait is sent with the next one that cannot, or after `WAIT_SECONDS`.
+        """
         if self._closed:
             return
         self._pending.setdefault(channel, set()).add(word)
-        if self._sender is None or self._sender.done():
-            self._sender = create_shared_task(self._send_pending())
+        if not can_wait:
+            self._start_sending()
+        elif self._waiting is None and not self._is_sending:
+            self._waiting = asyncio.get_running_loop().call_later(self.WAIT_SECONDS, self._start_sending)
 
     def subscribe(self, channel: str, callback: _Callback) -> None:
         """Call back with the words of every hint on a channel, and with `*` after a gap in listening."""
@@ -104,6 +112,8 @@ class Hints:
     async def close(self) -> None:
         """Send pending hints, then stop."""
         self._closed = True
+        if self._waiting is not None:
+            self._start_sending()
         if self._sender is not None:
             await asyncio.wait((self._sender,), timeout=self.CLOSE_SECONDS)
         tasks = [task for task in (self._sender, self._listener) if task is not None]
@@ -112,6 +122,17 @@ class Hints:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._sending is not None:
             await close(self._sending, seconds=self.CLOSE_SECONDS)
+
+    @property
+    def _is_sending(self) -> bool:
+        return self._sender is not None and not self._sender.done()
+
+    def _start_sending(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+        if self._pending and not self._is_sending:
+            self._sender = create_shared_task(self._send_pending())
 
     async def _send_pending(self) -> None:
         while self._pending:
