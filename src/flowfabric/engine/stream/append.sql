@@ -25,7 +25,7 @@ case
   when e.lifecycle_phase is null then 'not_found'
   when e.lifecycle_phase <> 'active' then 'not_active'
   when e.ownership_state <> 'leased' then 'lost'
-  when e.attempt_count - 1 <> i.attempt_index or e.lease_epoch <> i.given_epoch then 'stale'
+  when e.attempt_count - 1 <> i.attempt_index or e.lease_epoch <> i.given_epoch or e.lease_id <> i.given_lease_id then 'stale'
   when greatest(e.lease_expires_at, r.expires_at) <= c.now then 'lease_expired'
   else 'ok' end
 
