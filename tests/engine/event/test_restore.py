@@ -22,6 +22,12 @@ from sessions import session
 from .following import HOLDS, SLOW, complete_together, held_commits, ids, take, waits_for_commit
 
 
+OLDER_SERVER = """
+do $$ begin for _ in 1 .. 5000 loop perform pg_current_xact_id(); commit; end loop; end $$
+"""
+"""Use up transaction ids, so that those of a new server are lower."""
+
+
 class Dumps:
     """Dumps of the database of a test, and restores of them."""
 
@@ -187,8 +193,15 @@ class TestAnotherServer:
 
     @pytest.mark.usefixtures("patient_with_locks", "fast_polls")
     async def test_cursors_continue_on_another_server(
-        self, engine: Engine, given: Given, url: str, eventually: Eventually, dumps: Dumps
+        self,
+        engine: Engine,
+        given: Given,
+        url: str,
+        eventually: Eventually,
+        dumps: Dumps,
+        connection: asyncpg.Connection,
     ) -> None:
+        await connection.execute(OLDER_SERVER)
         slow = await given.claimed(lane_id=SLOW)
         shared = await complete_together(engine, 10)
         async with engine.subscribe_completion(OLDEST) as events:
