@@ -21,7 +21,6 @@ from sessions import session
 
 from .following import HOLDS, SLOW, complete_together, held_commits, ids, take, waits_for_commit
 
-
 OLDER_SERVER = """
 do $$ begin for _ in 1 .. 5000 loop perform pg_current_xact_id(); commit; end loop; end $$
 """
