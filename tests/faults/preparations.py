@@ -47,6 +47,11 @@ async def tagged(subject: Subject) -> None:
     await created(subject, tags={"app.key": "value"})
 
 
+async def instance_tagged(subject: Subject) -> None:
+    """An execution with an instance tag."""
+    await created(subject, tags={"ff.instance_id": "value"})
+
+
 async def completed(subject: Subject) -> None:
     """An execution that ended in success."""
     await claimed(subject)
@@ -128,6 +133,23 @@ async def suspended(subject: Subject, **overrides: Any) -> None:
     assert isinstance(outcome, Suspended)
     subject.wait = outcome.details
     subject.handle = outcome.handle
+
+
+async def signalled(subject: Subject) -> None:
+    """An execution whose wait a signal has satisfied."""
+    await suspended(subject)
+    await subject.engine.deliver_signal(
+        execution_id=subject.execution_id,
+        waitpoint_id=subject.wait.waitpoint_id,
+        waitpoint_token=subject.wait.waitpoint_token,
+        signal_name="ready",
+    )
+
+
+async def resumed(subject: Subject) -> None:
+    """An execution that an operator has resumed."""
+    await suspended(subject)
+    await subject.engine.resume_execution(execution_id=subject.execution_id)
 
 
 async def waiting_for_run_signal(subject: Subject) -> None:
