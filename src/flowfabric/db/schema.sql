@@ -33,6 +33,13 @@ create type waitpoint_state as enum ('pending', 'active', 'closed', 'expired');
 create function ff_confirm() returns boolean language sql volatile
 RETURN CASE WHEN (current_setting('synchronous_standby_names'::text) = ''::text) THEN true ELSE (pg_logical_emit_message(true, 'flowfabric'::text, ''::text) IS NOT NULL) END;
 
+create function ff_event_origin() returns text language sql volatile
+as $body$
+  select concat_ws('.', (select system_identifier from pg_control_system()),
+                   greatest((select min_recovery_end_timeline from pg_control_recovery()), (select timeline_id from pg_control_checkpoint())),
+                   'event'::regclass::oid)
+$body$;
+
 create function ff_now() returns bigint language sql volatile parallel safe
 RETURN ((date_part('epoch'::text, clock_timestamp()) * (1000)::double precision))::bigint;
 

@@ -102,6 +102,16 @@ create table feed_trim (
   constraint feed_trim_pkey primary key (family)
 );
 
+-- The server that the transaction ids of new events come from. A restore of a dump creates the table anew, on the same server
+-- too. A standby that was promoted, and a server that was recovered to a point in time, may lack transactions and use their ids
+-- again: they have a new timeline. Until the first checkpoint of a timeline only the end of the recovery names it. A checkpoint
+-- clears that, so it is read first.
+create function ff_event_origin() returns text language sql volatile as $$
+  select concat_ws('.', (select system_identifier from pg_control_system()),
+                   greatest((select min_recovery_end_timeline from pg_control_recovery()), (select timeline_id from pg_control_checkpoint())),
+                   'event'::regclass::oid)
+$$;
+
 -- The servers that the transaction ids of the events come from, the current one last. After a restore on another server the
 -- transaction ids of the events up to restored_event_id mean nothing; those events are in the past.
 create table feed_origin (
