@@ -28,7 +28,7 @@ from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
 import flowfabric
-from flowfabric import conditions, outcomes
+from flowfabric import conditions, outcomes, streams
 from flowfabric import errors as public_errors
 from flowfabric import ids as public_ids
 from flowfabric import policy as public_policy
@@ -51,6 +51,8 @@ from flowfabric.model import (
     policy,
     resume,
     signal,
+    stream,
+    summary,
     support,
     suspension,
     tag,
@@ -85,6 +87,8 @@ MODULES = (
     policy,
     resume,
     signal,
+    stream,
+    summary,
     support,
     suspension,
     tag,
@@ -92,7 +96,7 @@ MODULES = (
     worker,
 )
 
-PUBLIC = (flowfabric, conditions, public_errors, public_ids, outcomes, public_policy)
+PUBLIC = (flowfabric, conditions, public_errors, public_ids, outcomes, public_policy, streams)
 """The modules users import from."""
 
 _BLOCK = re.compile(r"^```(?P<mark>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -20,6 +20,7 @@ MODULES = (
     "flowfabric.ids",
     "flowfabric.outcomes",
     "flowfabric.policy",
+    "flowfabric.streams",
 )
 
 

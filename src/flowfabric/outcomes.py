@@ -78,6 +78,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
     WaitpointState,
 )
+from flowfabric.model.stream import AppendFrameOutcome, StreamFrame, StreamFrames, SummaryDocument
 from flowfabric.model.support import Applied, BackendIdentity, Capabilities, NothingToPrepare
 from flowfabric.model.suspension import (
     AlreadyMet,
@@ -109,6 +110,7 @@ __all__ = [
     "AlreadySatisfied",
     "AlreadySeeded",
     "AlreadyTerminal",
+    "AppendFrameOutcome",
     "Applied",
     "Attempt",
     "AttemptType",
@@ -194,6 +196,9 @@ __all__ = [
     "SignalFields",
     "SignalsReason",
     "StateVector",
+    "StreamFrame",
+    "StreamFrames",
+    "SummaryDocument",
     "SuspendDetails",
     "Suspended",
     "SuspendedExecution",

@@ -15,6 +15,7 @@ from flowfabric.model.attempt import FailureReason
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
+from flowfabric.model.stream import DurableSummary, Frame
 
 from .preparations import (
     LARGE_INPUT,
@@ -25,10 +26,10 @@ from .preparations import (
     delayed_until,
     due,
     granted,
-    instance_tagged,
     keyless,
     lease_expired,
     nothing,
+    of_instance,
     past_deadline,
     past_lease,
     past_retention,
@@ -41,10 +42,14 @@ from .preparations import (
     resume_granted,
     resumed,
     signalled,
+    streaming,
+    streaming_lease_expired,
+    streaming_past_lease,
     suspend_args,
     suspended,
     tagged,
     waiting_for_run_signal,
+    with_expired_stream,
     with_waitpoint,
 )
 from .scene import LEASE_MS, MINUTE, SECRET, WORKER, Subject
@@ -53,6 +58,8 @@ Prepare = Callable[[Subject], Awaitable[None]]
 Call = Callable[[Engine, Subject], Awaitable[object]]
 
 LARGE = {"input_payload": LARGE_INPUT}
+FRAME = Frame(bytes=b"frame", correlation_id="c")
+PATCH = Frame(bytes=b'{"b": 2}', mode=DurableSummary())
 RAISED = FailureReason("x", error_type="ValueError", traceback="Traceback\n" * 500)
 
 
@@ -154,7 +161,9 @@ def _operations() -> list[Operation]:
         "create_execution",
         nothing,
         lambda e, s: e.create_execution(
-            **s.new(execution_id=s.execution_id, idempotency_key=s.name, tags={"app.key": "value"})
+            **s.new(
+                execution_id=s.execution_id, idempotency_key=s.name, tags={"app.key": "value", "ff.instance_id": "one"}
+            )
         ),
         "with an id, a key and tags",
     )
@@ -240,8 +249,40 @@ def _operations() -> list[Operation]:
         lambda e, s: e.create_waitpoint(s.handle, waitpoint_key="wait", expires_in_ms=MINUTE),
         is_idempotent=False,
     )
+    found += _streams()
     found += _service_operations()
     found += _reads()
+    return found
+
+
+def _streams() -> list[Operation]:
+    found: list[Operation] = []
+
+    def add(name: str, prepare: Prepare, call: Call, variant: str = "", *, is_idempotent: bool = True) -> None:
+        found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, is_idempotent=is_idempotent))
+
+    # Every call appends another frame.
+    add("append_frame", claimed, lambda e, s: e.append_frame(s.handle, FRAME), "the first", is_idempotent=False)
+    add("append_frame", streaming, lambda e, s: e.append_frame(s.handle, FRAME), "a further one", is_idempotent=False)
+    add("append_frame", streaming, lambda e, s: e.append_frame(s.handle, PATCH), "a patch", is_idempotent=False)
+    add(
+        "append_frame",
+        streaming,
+        lambda e, s: asyncio.gather(*(e.append_frame(s.handle, each) for each in (FRAME, PATCH, FRAME))),
+        "several",
+        is_idempotent=False,
+    )
+    add("complete", streaming, lambda e, s: e.complete(s.handle, b"x"), "with a stream")
+    add("fail", streaming, lambda e, s: e.fail(s.handle, reason="x"), "with a stream")
+    add("suspend", streaming, lambda e, s: e.suspend(s.handle, suspend_args(s)), "with a stream")
+    add(
+        "mark_lease_expired_if_due",
+        streaming_past_lease,
+        lambda e, s: e.mark_lease_expired_if_due(s.execution_id),
+        "with a stream",
+    )
+    add("claim", streaming_lease_expired, _claim, "an expired lease with a stream")
+    add("expire_streams", with_expired_stream, lambda e, _: parts_of(e).stream_expiry.sweep_batch())
     return found
 
 
@@ -268,6 +309,12 @@ def _service_operations() -> list[Operation]:
     )
     add("mark_lease_expired_if_due", past_lease, lambda e, s: e.mark_lease_expired_if_due(s.execution_id))
     add("set_execution_tag", created, lambda e, s: e.set_execution_tag(s.execution_id, "app.key", "value"))
+    add(
+        "set_execution_tag",
+        of_instance,
+        lambda e, s: e.set_execution_tag(s.execution_id, "ff.instance_id", "new"),
+        "that changes the instance",
+    )
     add(
         "set_execution_tags",
         created,
@@ -340,6 +387,15 @@ def _reads() -> list[Operation]:
     add("list_pending_waitpoints", suspended, lambda e, s: e.list_pending_waitpoints(execution_id=s.execution_id))
     add("list_suspended", suspended, lambda e, _: e.list_suspended())
     add("observe_signals", suspended, lambda e, s: e.observe_signals(s.handle))
+    add("read_stream", streaming, lambda e, s: e.read_stream(s.execution_id, 0))
+    add("tail_stream", streaming, lambda e, s: e.tail_stream(s.execution_id, 0, block_ms=1000))
+    add(
+        "tail_stream",
+        streaming,
+        lambda e, s: e.tail_stream(s.execution_id, 0, after="9999999999999-0", block_ms=50),
+        "until the end of its wait",
+    )
+    add("read_summary", streaming, lambda e, s: e.read_summary(s.execution_id, 0))
     add("get_execution_tag", tagged, lambda e, s: e.get_execution_tag(s.execution_id, "app.key"))
     add("explain", created, lambda e, s: e.explain(s.execution_id))
     add("list_waitpoint_hmac_kids", nothing, lambda e, _: e.list_waitpoint_hmac_kids())
@@ -364,7 +420,7 @@ def _reads() -> list[Operation]:
     add("subscribe_lease_history", completed, lambda e, s: _follow(e, "subscribe_lease_history", s))
     add("subscribe_signal_delivery", signalled, lambda e, s: _follow(e, "subscribe_signal_delivery", s))
     add("subscribe_operator_events", resumed, lambda e, s: _follow(e, "subscribe_operator_events", s))
-    add("subscribe_instance_tags", instance_tagged, lambda e, s: _follow(e, "subscribe_instance_tags", s))
+    add("subscribe_instance_tags", of_instance, lambda e, s: _follow(e, "subscribe_instance_tags", s))
     add("list_lanes", nothing, lambda e, _: e.list_lanes())
     add("server_time_ms", nothing, lambda e, _: e.server_time_ms())
     add("ping", nothing, lambda e, _: e.ping())

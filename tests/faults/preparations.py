@@ -4,6 +4,7 @@ from typing import Any
 
 from flowfabric.model.condition import ByName, Single
 from flowfabric.model.grant import Granted
+from flowfabric.model.stream import DurableSummary, Frame
 from flowfabric.model.suspension import SuspendArgs, Suspended
 from flowfabric.model.waitpoint import Fresh
 
@@ -36,6 +37,33 @@ async def claimed(subject: Subject, *, lease_ttl_ms: int = LEASE_MS, **overrides
     subject.handle = handle
 
 
+async def streaming(subject: Subject, **overrides: Any) -> None:
+    """A running execution with a frame and a summary."""
+    await claimed(subject, **overrides)
+    await subject.engine.append_frame(subject.handle, Frame(bytes=b"first"))
+    await subject.engine.append_frame(subject.handle, Frame(bytes=b'{"a": 1}', mode=DurableSummary()))
+
+
+async def streaming_lease_expired(subject: Subject) -> None:
+    """An execution with a stream whose lease is marked as expired."""
+    await streaming(subject)
+    await subject.clock.advance(ms=LEASE_MS)
+    await subject.engine.mark_lease_expired_if_due(subject.execution_id)
+
+
+async def streaming_past_lease(subject: Subject) -> None:
+    """An execution with a stream past the end of its lease."""
+    await streaming(subject)
+    await subject.clock.advance(ms=LEASE_MS)
+
+
+async def with_expired_stream(subject: Subject) -> None:
+    """An execution whose closed stream has expired."""
+    await streaming(subject, policy={"stream_policy": {"retention_ttl_ms": MINUTE}})
+    await subject.engine.complete(subject.handle, b"done")
+    await subject.clock.advance(ms=2 * MINUTE)
+
+
 async def delayed(subject: Subject) -> None:
     """An execution that its worker has delayed."""
     await claimed(subject)
@@ -47,9 +75,9 @@ async def tagged(subject: Subject) -> None:
     await created(subject, tags={"app.key": "value"})
 
 
-async def instance_tagged(subject: Subject) -> None:
+async def of_instance(subject: Subject) -> None:
     """An execution with an instance tag."""
-    await created(subject, tags={"ff.instance_id": "value"})
+    await created(subject, tags={"ff.instance_id": "old", "app.key": "value"})
 
 
 async def completed(subject: Subject) -> None:
@@ -59,8 +87,8 @@ async def completed(subject: Subject) -> None:
 
 
 async def past_retention(subject: Subject) -> None:
-    """An ended execution past its retention, with a tag, a large input and a large result."""
-    await claimed(
+    """An ended execution past its retention, with a tag, a large input, a large result and a stream."""
+    await streaming(
         subject,
         policy={"stream_policy": {"retention_ttl_ms": MINUTE}},
         tags={"app.key": "value"},

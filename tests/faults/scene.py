@@ -51,6 +51,9 @@ _EXECUTION_TABLES = (
     "suspension",
     "waitpoint",
     "signal",
+    "stream",
+    "stream_frame",
+    "stream_summary",
 )
 _ROWS = f"""
 with own as materialized (
@@ -58,6 +61,7 @@ with own as materialized (
 {
     " union all ".join(
         f"select '{table}', to_jsonb(t)::text from {table} t where t.execution_id in (select execution_id from own)"
+        " and to_jsonb(t) -> 'details' ->> 'effect' is distinct from 'deduped'"
         for table in _EXECUTION_TABLES
     )
 }
@@ -73,7 +77,7 @@ union all select 'worker', to_jsonb(t)::text from worker t where t.worker_instan
 union all select 'worker_event', to_jsonb(t)::text from worker_event t where t.worker_instance_id = $3
 union all select 'signing_key', is_current || ' ' || (expires_at is null) from signing_key where kid = $4
 """
-"""Every row that a call on a subject may write."""
+"""Every row that a call on a subject may write, except the events that report repeated signals."""
 
 _BUSY_SESSIONS = """
 select coalesce(string_agg(state || ': ' || left(query, 80), ' | '), '') from pg_stat_activity

@@ -27,6 +27,9 @@ TABLES = (
     "suspension",
     "waitpoint",
     "signal",
+    "stream",
+    "stream_frame",
+    "stream_summary",
 )
 """The tables that grow with the load."""
 

@@ -219,11 +219,10 @@ closed_streams as (
          expires_at = case when s.closed_at is null then least(s.expires_at, (select now from clock) + s.retention_ttl_ms) else s.expires_at end
     from leased l
    cross join lateral (
-         select s.attempt_index from stream s
+         select s.ctid as tid from stream s
           where s.partition_key = l.partition_key and s.execution_id = l.execution_id and s.attempt_index = l.attempt_count - 2
             for update skip locked) o
-   where l.had_stream and l.branch = 'reclaimed'
-     and s.partition_key = any(array[l.partition_key]) and s.execution_id = l.execution_id and s.attempt_index = o.attempt_index
+   where l.had_stream and l.branch = 'reclaimed' and s.ctid = o.tid
 ),
 deleted_listings as (
   delete from listed i using leased l

@@ -1,6 +1,7 @@
 """Appending of frames to the streams of attempts, many callers in one transaction."""
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import TypeAlias
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
@@ -12,7 +13,7 @@ from flowfabric.engine.store import Store, error_of
 from flowfabric.engine.stream.frame_batch import FrameBatch, Writer, key_columns, target_columns, write_columns
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Handle, check_handle
-from flowfabric.model.ids import check_storable, split_execution_id
+from flowfabric.model.ids import check_storable
 from flowfabric.model.open_stream import OpenStream, Summary
 from flowfabric.model.policy import StreamPolicy
 from flowfabric.model.stream import MAX_FRAME_BYTES, AppendFrameOutcome, DurableSummary, Frame
@@ -31,6 +32,15 @@ Refusal: TypeAlias = Callable[[], EngineError]
 
 _POLICY = StreamPolicy()
 _DEFAULTS = {"durability_mode": _POLICY.durability_mode.value, "retention_maxlen": _POLICY.retention_maxlen}
+
+
+class Held(Enum):
+    """What a transaction has waited for and locked before it reads the state of an append."""
+
+    NOTHING = auto()
+    STREAM = auto()
+    EXECUTION = auto()
+    """The execution, and then the stream."""
 
 
 class Streams:
@@ -82,7 +92,7 @@ class Streams:
             self._close(batch)
 
         async def append(transaction: Transaction) -> list[Appended | Locked]:
-            found = await _locked(transaction, batches, is_alone=False)
+            found = await _locked(transaction, batches, Held.NOTHING)
             return await _append(transaction, batches, found)
 
         answers = await self._store.database.transact(append)
@@ -91,28 +101,35 @@ class Streams:
 
     async def _append_alone(self, batch: FrameBatch) -> Appended:
         self._close(batch)
-
-        async def append(transaction: Transaction) -> list[Appended | Locked]:
-            # In the order of every writer: first the execution, then the stream.
-            await lock_execution(transaction, batch.writer.execution_id)
-            partition, uuid, attempt_index = batch.key
-            await transaction.fetch(
-                SQL.lock_stream, partition_key=partition, execution_id=uuid, attempt_index=attempt_index
-            )
-            found = await _locked(transaction, [batch], is_alone=True)
-            return await _append(transaction, [batch], found)
-
         try:
-            answers = await self._store.transact(append, execution_id=batch.writer.execution_id)
+            # The execution is locked only if the stream does not decide: that keeps claims from taking it.
+            answer = await self._append_one(batch, Held.STREAM)
+            if isinstance(answer, Locked):
+                answer = await self._append_one(batch, Held.EXECUTION)
         except EngineError as fault:
             if len(batch.frames) == 1 or fault.retryable or fault.code == "execution_not_found":
                 return [fault.copy() for _ in batch.frames]
             # A frame that the store rejects must not fail the others.
             return [(await self._append_alone(FrameBatch(batch.writer, [one])))[0] for one in batch.frames]
-        self._wake([batch], answers)
-        (answer,) = answers
         assert not isinstance(answer, Locked), "the rows are locked"
         return answer
+
+    async def _append_one(self, batch: FrameBatch, held: Held) -> Appended | Locked:
+        """Append one batch; wait for the locks that `held` names, in the order of every writer."""
+        partition, uuid, attempt_index = batch.key
+
+        async def append(transaction: Transaction) -> list[Appended | Locked]:
+            if held is Held.EXECUTION:
+                await lock_execution(transaction, batch.writer.execution_id)
+            await transaction.fetch(
+                SQL.lock_stream, partition_key=partition, execution_id=uuid, attempt_index=attempt_index
+            )
+            found = await _locked(transaction, [batch], held)
+            return await _append(transaction, [batch], found)
+
+        answers = await self._store.transact(append, execution_id=batch.writer.execution_id)
+        self._wake([batch], answers)
+        return answers[0]
 
     def _close(self, batch: FrameBatch) -> None:
         """Add no more frames to a batch: a transaction now appends it."""
@@ -165,24 +182,24 @@ def _summary(row: Record) -> Summary:
 
 
 async def _locked(
-    transaction: Transaction, batches: Sequence[FrameBatch], *, is_alone: bool
+    transaction: Transaction, batches: Sequence[FrameBatch], held: Held
 ) -> list[OpenStream | Refusal | Locked]:
     """Lock the streams of batches; return each as it is stored, or why nothing may be appended to it.
 
-    LOCKED stands for a stream that another session has locked, and for one whose writer may have lost its lease during
-    the statement. If `is_alone`, the transaction has locked the execution and the stream before, and decides.
+    LOCKED stands for a stream or an execution that another session has locked, and for a writer that may have lost its
+    lease, which only the locks that `held` does not name would decide.
     """
     rows = await transaction.fetch(SQL.lock_streams, **target_columns(batches))
-    if is_alone and rows[0]["verdict"] == "lease_expired":
+    if held is Held.EXECUTION and rows[0]["verdict"] == "lease_expired":
         # A renewal in progress may have extended it.
-        partition, uuid = split_execution_id(batches[0].writer.execution_id)
+        partition, uuid, _ = batches[0].key
         await transaction.fetch(SQL.lock_claim, partition_key=partition, execution_id=uuid)
         rows = await transaction.fetch(SQL.lock_streams, **target_columns(batches))
-    found = [_judge(batch, row, is_alone=is_alone) for batch, row in zip(batches, rows, strict=True)]
+    found = [_judge(batch, row, held) for batch, row in zip(batches, rows, strict=True)]
     absent: list[int] = []
     for at, (batch, row) in enumerate(zip(batches, rows, strict=True)):
         if row["verdict"] == "ok" and not row["is_locked"] and not row["is_present"]:
-            if any(_is_valid(frame) for frame in batch.frames):
+            if True:
                 absent.append(at)
             else:
                 # Not created: nothing will be appended.
@@ -195,7 +212,8 @@ async def _locked(
             # The time of the first statement: all frames of a transaction have the same.
             if row["retention_maxlen"] is not None:
                 found[at] = OpenStream(now=rows[at]["now"], retention_maxlen=row["retention_maxlen"])
-            elif is_alone:
+            elif held is Held.EXECUTION:
+                # The lease has expired since the first statement.
                 found[at] = _refusal(batches[at], row, row["verdict"])
     return found
 
@@ -210,23 +228,19 @@ def _is_valid(frame: Frame) -> bool:
     return True
 
 
-def _judge(batch: FrameBatch, row: Record, *, is_alone: bool) -> OpenStream | Refusal | Locked:
+def _judge(batch: FrameBatch, row: Record, held: Held) -> OpenStream | Refusal | Locked:
     verdict: str = row["verdict"]
-    if verdict == "ok" and not row["is_locked"]:
+    if verdict == "lease_expired":
+        return _refusal(batch, row, verdict) if held is Held.EXECUTION else LOCKED
+    if verdict != "ok":
+        return _refusal(batch, row, verdict)
+    if not row["is_locked"]:
         return LOCKED
-    if verdict == "ok" and row["released_epoch"] >= batch.writer.lease_epoch:
-        verdict = "stale"
-        if not is_alone:
-            return LOCKED
-    if verdict == "ok" and row["closed_reason"] is not None:
-        verdict = "closed"
-        if not is_alone:
-            return LOCKED
-    if verdict == "lease_expired" and not is_alone:
-        return LOCKED
-    if verdict == "ok":
-        return OpenStream(now=row["now"], retention_maxlen=row["retention_maxlen"], stored=row)
-    return _refusal(batch, row, verdict)
+    if row["released_epoch"] >= batch.writer.lease_epoch:
+        return LOCKED if held is Held.NOTHING else _refusal(batch, row, "stale")
+    if row["closed_reason"] is not None:
+        return LOCKED if held is Held.NOTHING else _refusal(batch, row, "closed")
+    return OpenStream(now=row["now"], retention_maxlen=row["retention_maxlen"], stored=row)
 
 
 def _refusal(batch: FrameBatch, row: Record, verdict: str) -> Refusal:

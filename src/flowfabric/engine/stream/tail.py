@@ -236,7 +236,7 @@ class Tails:
             excludes_best_effort=excludes_best_effort,
         )
         if not rows:
-            return StreamFrames(frames=())
+            return StreamFrames(frames=[])
         frames = [StreamFrame.of(row) for row in sorted(rows, key=_POSITION) if row["ms"] is not None]
         return StreamFrames(
             frames=frames, closed_at=rows[0]["closed_at"], closed_reason=_closed_reason(execution_id, rows[0])
