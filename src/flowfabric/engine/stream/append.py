@@ -199,7 +199,7 @@ async def _locked(
     absent: list[int] = []
     for at, (batch, row) in enumerate(zip(batches, rows, strict=True)):
         if row["verdict"] == "ok" and not row["is_locked"] and not row["is_present"]:
-            if True:
+            if any(_is_valid(frame) for frame in batch.frames):
                 absent.append(at)
             else:
                 # Not created: nothing will be appended.
