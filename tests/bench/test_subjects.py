@@ -1,17 +1,29 @@
 """The subjects that measure FlowFabric run, and bench/README.md describes every figure."""
 
+import asyncio
 import os
 import re
 from pathlib import Path
 
 import pytest
 
-from flowfabric.bench import ours_counts, ours_dead_rows, ours_pinned, ours_queues, ours_renew, ours_result
+from flowfabric.bench import (
+    ours_counts,
+    ours_dead_rows,
+    ours_feeds,
+    ours_pinned,
+    ours_queues,
+    ours_renew,
+    ours_result,
+    ours_streams,
+)
 from flowfabric.bench.meter import Meter, fields_of, postmaster_of
 from flowfabric.bench.observer import SQL, observing, pinned
+from flowfabric.bench.ours import SQL as STORE
 from flowfabric.bench.ours import check, engine_on, fill, noop, noops
 from flowfabric.bench.ours_cost import measure as measure_cost
 from flowfabric.bench.subject import Figures, Task
+from flowfabric.feeds import OLDEST, ScannerFilter
 
 README = Path(__file__).parents[2] / "bench" / "README.md"
 TINY = 0.001
@@ -37,6 +49,48 @@ async def test_results_are_measured_within_and_across_processes(
     figures = await ours_result.measure(Task(url=empty_url, scale=TINY))
     assert set(figures) == {"submit_to_result", "submit_to_result_across", "results_3000"}
     check_figures(figures, described)
+
+
+async def test_appends_and_tails_within_and_across_processes_are_measured(
+    empty_url: str, described: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours_streams, "TAILS", 20)
+    monkeypatch.setattr(ours_streams, "BURSTS", 1)
+    figures = await ours_streams.measure(Task(url=empty_url, scale=TINY))
+    assert {"frames_grouped", "frames_one_commit", "append_to_tail_across", "tails_200_probe"} <= set(figures)
+    check_figures(figures, described)
+
+
+async def test_a_probe_that_is_cancelled_counts_the_time_it_has_waited(empty_url: str) -> None:
+    async with engine_on(empty_url) as engine:
+        seconds: list[float] = []
+        probing = asyncio.create_task(ours_streams.probe(engine, seconds))
+        await asyncio.sleep(0)
+        probing.cancel()
+        await asyncio.gather(probing, return_exceptions=True)
+    assert len(seconds) == 1
+
+
+async def test_feeds_are_read_from_the_oldest_event_and_alongside_a_worker(
+    empty_url: str, described: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours_feeds, "RARITY", 100)
+    monkeypatch.setattr(ours_feeds, "DRAINS", 1)
+    figures = await ours_feeds.measure(Task(url=empty_url, scale=TINY))
+    assert {"feed_catch_up", "feed_sparse", "feed_lag_p99", "feed_lag_across_p99"} <= set(figures)
+    check_figures(figures, described)
+
+
+async def test_exactly_the_wanted_completions_are_produced(empty_url: str) -> None:
+    async with engine_on(empty_url) as engine, observing(empty_url) as observer:
+        await ours_feeds.produce(engine, ours_feeds.of_tenants(50), 1_300)
+        assert await observer.read(STORE.count_retained) == (1_300,)
+        assert await observer.ask(STORE.is_drained)
+        rare = ScannerFilter(instance_tag=(ours_feeds.TAG, ours_feeds.RARE))
+        last_rare = await ours_feeds.catch_up(engine, 26, OLDEST, filter=rare)
+        whole = await ours_feeds.catch_up(engine, 1_300, OLDEST)
+    assert len(whole.seconds) == ours_feeds.PARTS
+    assert len(last_rare.seconds) == 26
 
 
 async def test_the_cost_of_an_execution_is_measured(empty_url: str, described: set[str]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from pydantic import SecretStr
@@ -67,12 +67,11 @@ def noops(*, lane: str = LANE) -> Iterator[NewExecution]:
 
 
 async def fill(engine: Engine, items: Iterable[NewExecution], count: int) -> None:
-    """Create at least `count` executions from the items, LARGEST_BATCH in each call."""
+    """Create executions from the items, LARGEST_BATCH in each call, until there are at least `count`."""
     source = iter(items)
 
     async def create() -> None:
-        batch = [item for item, _ in zip(source, range(LARGEST_BATCH), strict=False)]
-        check(await engine.create_many(batch))
+        check(await engine.create_many(list(islice(source, LARGEST_BATCH))))
 
     await spread(-(-count // LARGEST_BATCH), *[create] * CONNECTIONS)
 

@@ -149,7 +149,7 @@ async def complete_all(engine: Engine, handles: list[Handle]) -> None:
     await asyncio.gather(*(engine.complete(handle, b"{}") for handle in handles))
 
 
-async def claim_many(engine: Engine, count: int) -> list[Handle]:
+async def claim_many(engine: Engine, count: int, *, lease_ttl_ms: int = 60_000) -> list[Handle]:
     """Claim `count` executions; the lane has that many."""
     handles: list[Handle] = []
     while len(handles) < count:
@@ -158,7 +158,7 @@ async def claim_many(engine: Engine, count: int) -> list[Handle]:
             worker_id="bench",
             worker_instance_id="bench-1",
             limit=min(count - len(handles), CLAIMED),
-            lease_ttl_ms=60_000,
+            lease_ttl_ms=lease_ttl_ms,
         )
         handles += [each.handle for each in claimed]
     return handles

@@ -36,6 +36,8 @@ SUBJECTS = {
     "counts": "flowfabric.bench.ours_counts",
     "pinned": "flowfabric.bench.ours_pinned",
     "dead_rows": "flowfabric.bench.ours_dead_rows",
+    "streams": "flowfabric.bench.ours_streams",
+    "feeds": "flowfabric.bench.ours_feeds",
     "soak": "flowfabric.bench.soak",
 }
 

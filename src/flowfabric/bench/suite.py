@@ -25,11 +25,25 @@ from flowfabric.version import __version__
 
 SUBJECT_TIMEOUT_S = 300
 SOAK = "soak"
-ONCE = frozenset({"idle", "backlog", "counts"})
+ONCE = frozenset({"idle", "backlog", "counts", "feeds"})
 """Subjects that report medians of many samples: one round is enough."""
-THOROUGH = frozenset({"result", "cost", "renew", "queues", "counts", "pinned", "dead_rows"})
+THOROUGH = frozenset({"result", "cost", "renew", "queues", "counts", "pinned", "dead_rows", "streams", "feeds"})
 """Subjects that a quick run measures only if they are named."""
-OURS = ("submit", "work", "suspend", "idle", "backlog", "result", "cost", "renew", "queues", "pinned", "dead_rows")
+OURS = (
+    "submit",
+    "work",
+    "suspend",
+    "idle",
+    "backlog",
+    "result",
+    "cost",
+    "renew",
+    "queues",
+    "pinned",
+    "dead_rows",
+    "streams",
+    "feeds",
+)
 DISTRIBUTIONS = ("asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")
 
 

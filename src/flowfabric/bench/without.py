@@ -122,6 +122,12 @@ OPTIMISATIONS = {
         subject="work",
         figures=("engine_claim_finish",),
     ),
+    "frame_batch": Optimisation(
+        does="concurrent appends to one stream share a transaction",
+        replacements={f"{ENGINE}.stream.frame_batch:FrameBatch.MAX_FRAMES": value(1)},
+        subject="streams",
+        figures=("frames_grouped", "frames_one_stream"),
+    ),
 }
 
 

@@ -119,7 +119,7 @@ class Reader(Generic[Event]):
         blank = Position.oldest(self._feed.family)
         found = await self._look(blank, is_forced=True)
         blank = replace(blank, generation=found.generation, origin=found.origin, trims=found.deleted.trims)
-        return blank if is_oldest else blank.opened(found.snapshot, newest=found.newest).closed()
+        return blank if is_oldest else found.opened(blank).closed()
 
     async def run(self, position: Position) -> None:
         """Read until the subscription ends."""
@@ -151,7 +151,7 @@ class Reader(Generic[Event]):
         position = self._checked(position, found)
         if found.snapshot.next_xid == 0:
             return position
-        opened = position.opened(found.snapshot, newest=found.newest)
+        opened = found.opened(position)
         return opened if opened.has_late_events or opened.newest > opened.floor else opened.closed()
 
     def _checked(self, position: Position, found: "_Found") -> Position:
@@ -159,13 +159,11 @@ class Reader(Generic[Event]):
         if (rewound_to := found.restored_after(position)) is not None:
             position = position.rewound(rewound_to)
         self._check_deleted(position, found.deleted, found.snapshot)
-        if max(found.newest, found.deleted_newest) < position.floor:
+        if max(found.newest, found.deleted_newest) < max(position.last, position.floor):
             raise _refusal(
                 "cursor_ahead", "the store has no event with the id of this cursor: it lost its newest events"
             )
-        if position.window is not None:
-            return position
-        return replace(position, generation=found.generation, origin=found.origin, trims=found.deleted.trims)
+        return position if position.window is not None else replace(position, trims=found.deleted.trims)
 
     def _check_deleted(self, position: Position, deleted: TrimMark, current: Snapshot) -> None:
         if position.needs(deleted, position.window or current):
@@ -283,6 +281,10 @@ class _Found:
         self.deleted_newest: int = row["trimmed_newest"]
         self._earlier_origin: str | None = row["earlier_origin"]
         self._restored: list[int] = row["restored"]
+
+    def opened(self, position: Position) -> Position:
+        """The position at the start of the window."""
+        return position.opened(self.snapshot, generation=self.generation, origin=self.origin, newest=self.newest)
 
     def restored_after(self, position: Position) -> int | None:
         """The newest event that was restored with the store after a position was reached; None if it was not."""

@@ -8,7 +8,7 @@ with seen as materialized (
   select pg_current_snapshot() as snapshot, coalesce((select e.event_id from event e order by e.event_id desc limit 1), 0) as newest
 )
 select s.snapshot, s.newest,
-       case when :is_forced::boolean or s.newest > :floor::bigint
+       case when :is_forced::boolean or s.newest > :floor::bigint or o.generation <> :generation::int
               or (:next_xid::bigint > :xmax::bigint and pg_snapshot_xmax(s.snapshot) > :xmax::text::xid8)
               or exists (select from unnest(:in_progress::bigint[]) as p(xid)
                           where pg_visible_in_snapshot(p.xid::text::xid8, s.snapshot))
@@ -16,7 +16,7 @@ select s.snapshot, s.newest,
        coalesce(o.origin = concat_ws('.', (select system_identifier from pg_control_system()), 'event'::regclass::oid), false)
          as is_current,
        o.generation, o.origin, o.restored_event_id,
-       (select r.origin from feed_origin r where r.generation = :generation::int) as earlier_origin,
+       (select r.origin from feed_origin r where r.generation = :generation) as earlier_origin,
        array(select r.restored_event_id from feed_origin r where r.generation >= :generation order by r.generation) as restored,
        coalesce(t.trims, 0) as trims, coalesce(t.event_id, 0) as trimmed_event_id, coalesce(t.xid, '0') as trimmed_xid,
        coalesce((select max(a.event_id) from feed_trim a), 0) as trimmed_newest

@@ -1,0 +1,275 @@
+"""FlowFabric: how fast a completion feed is read from its oldest event, and how closely it follows a worker."""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count, islice, pairwise
+
+from flowfabric.bench.api import Engine, NewExecution, Worker
+from flowfabric.bench.observer import observing
+from flowfabric.bench.ours import KIND, LANE, check, engine_on, fill, noop, noops
+from flowfabric.bench.ours_streams import running
+from flowfabric.bench.ours_suspend import median_rate
+from flowfabric.bench.ours_work import CONCURRENCY, LARGE_BATCH
+from flowfabric.bench.run import on_loop
+from flowfabric.bench.subject import CONNECTIONS, Drain, Figure, Figures, Task, per_second
+
+# Not imported by `api`: the other subjects can be compared with a version that has no feeds.
+from flowfabric.feeds import OLDEST, CompletionEvent, ScannerFilter, Subscription
+
+EVENTS = 1_000_000
+PARTS = 20
+"""The first and the last of this many equal parts of the events are compared."""
+SINGLE_EVENTS = 40_000
+STEP = 20_000
+TAG = "bench.tenant"
+TENANTS = 50
+RARE = "rare"
+RARITY = 10_000
+"""One in this many executions is of the rare tenant."""
+SAMPLES = 100
+IDLE_S = 0.02
+"""The pause before each single completion."""
+DRAINED = 30_000
+DRAINS = 3
+
+
+async def measure(task: Task) -> Figures:
+    """Read a large number of events, then follow single completions and a worker at full rate."""
+    many, single = task.count(EVENTS), task.count(SINGLE_EVENTS)
+    samples = max(10, round(SAMPLES * task.scale))
+    async with engine_on(task.url) as engine, observing(task.url) as observer:
+        rarity = min(RARITY, many)
+        await produce(engine, of_tenants(rarity), many)
+        await observer.analyze()
+        figures, cursor = await read_all(engine, many, rarity)
+        await produce(engine, of_different_tenants(), single)
+        figures["feed_catch_up_single"] = per_second(single, sum((await catch_up(engine, single, cursor)).seconds))
+        figures |= await follow_single(engine, task.url, samples)
+        return figures | await follow_drains(engine, task.url, task.count(DRAINED))
+
+
+def of_tenants(rarity: int) -> Iterator[NewExecution]:
+    """Executions of TENANTS tenants in turn, and one in `rarity` of the rare tenant.
+
+    Completions of one tenant in one call are stored as one row of the event table.
+    """
+    for number in count(1):
+        yield noop(tags={TAG: f"tenant-{number % TENANTS}" if number % rarity else RARE})
+
+
+def of_different_tenants() -> Iterator[NewExecution]:
+    """Executions that all have different tags, so that every completion is a row of the event table."""
+    for number in count():
+        yield noop(tags={TAG: f"tenant-{number}"})
+
+
+async def produce(engine: Engine, items: Iterator[NewExecution], count: int) -> None:
+    """Create and complete exactly `count` executions."""
+    for done in range(0, count, STEP):
+        step = min(STEP, count - done)
+        await fill(engine, islice(items, step), step)
+        await finish(engine, step)
+
+
+async def finish(engine: Engine, count: int) -> None:
+    """Claim and complete exactly `count` executions; the lane has that many."""
+    left = count
+
+    async def work() -> None:
+        nonlocal left
+        while left:
+            limit = min(left, LARGE_BATCH)
+            left -= limit
+            claimed = await engine.claim_many(
+                lanes=[LANE], worker_id="bench", worker_instance_id="bench-1", limit=limit, lease_ttl_ms=60_000
+            )
+            left += limit - len(claimed)
+            check(await engine.complete_many([(each.handle, b"{}") for each in claimed]))
+
+    await asyncio.gather(*(work() for _ in range(CONNECTIONS)))
+
+
+async def read_all(engine: Engine, count: int, rarity: int) -> tuple[Figures, bytes]:
+    """The rates of reading this many events from the oldest one on, all and of a rare tenant; the cursor after them."""
+    # Prepare the statements.
+    await catch_up(engine, 1, OLDEST)
+    whole = await catch_up(engine, count, OLDEST)
+    rare = ScannerFilter(instance_tag=(TAG, RARE))
+    sparse = await catch_up(engine, count // rarity, OLDEST, filter=rare)
+    return {
+        "feed_catch_up": per_second(count, sum(whole.seconds)),
+        "feed_catch_up_first": per_second(count // PARTS, whole.seconds[0]),
+        "feed_catch_up_last": per_second(count // PARTS, whole.seconds[-1]),
+        "feed_sparse": per_second(count, sum(sparse.seconds)),
+    }, whole.cursor
+
+
+@dataclass(frozen=True, kw_only=True)
+class CatchUp:
+    """The seconds that each of the equal parts of the events took, and the cursor after them."""
+
+    seconds: Sequence[float]
+    cursor: bytes
+
+
+async def catch_up(engine: Engine, count: int, cursor: bytes, *, filter: ScannerFilter | None = None) -> CatchUp:
+    """Read this many events after a cursor as fast as possible."""
+    part = max(count // PARTS, 1)
+    times = [time.perf_counter()]
+    async with engine.subscribe_completion(cursor, filter) as events:
+        received = 0
+        async for _ in events:
+            received += 1
+            if received % part == 0:
+                times.append(time.perf_counter())
+            if received == count:
+                break
+        return CatchUp(seconds=[after - before for before, after in pairwise(times)], cursor=events.cursor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lag:
+    """The milliseconds from events, by the clock of the database, to their delivery.
+
+    The clocks are the same if the server runs on this machine.
+    """
+
+    p50: float
+    p99: float
+    last: float
+    """From the newest event to the delivery of all."""
+
+
+async def receive(events: Subscription[CompletionEvent], count: int) -> Lag:
+    """Receive this many events and return how late they were."""
+    lags: list[float] = []
+    newest = 0
+    async for event in events:
+        lags.append(time.time() * 1000 - event.at)
+        newest = max(newest, event.at)
+        if len(lags) == count:
+            break
+    last = time.time() * 1000 - newest
+    lags.sort()
+    return Lag(p50=lags[len(lags) // 2], p99=lags[len(lags) * 99 // 100], last=last)
+
+
+Reader = Callable[[int], AbstractAsyncContextManager[Awaitable[Lag]]]
+"""Subscribes for the duration of a block, and yields the lag of that many events."""
+
+
+def readers(engine: Engine, url: str) -> Mapping[str, Reader]:
+    """A subscriber of this engine and one in another process, by the ending of the names of their figures."""
+    return {"": partial(reader_here, engine), "_across": partial(reader_process, url)}
+
+
+@asynccontextmanager
+async def reader_here(engine: Engine, count: int) -> AsyncIterator[Awaitable[Lag]]:
+    """Subscribe with this engine."""
+    async with engine.subscribe_completion() as events:
+        receiving = asyncio.create_task(receive(events, count))
+        try:
+            yield receiving
+        finally:
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+
+
+@asynccontextmanager
+async def reader_process(url: str, count: int) -> AsyncIterator[Awaitable[Lag]]:
+    """Subscribe in another process."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__, "--url", url, "--count", str(count), stdout=asyncio.subprocess.PIPE
+    )
+    answers = process.stdout
+    assert answers is not None
+
+    async def lag() -> Lag:
+        return Lag(**json.loads(await answers.readline()))
+
+    try:
+        # The first line says that the subscription has started.
+        if not await answers.readline():
+            raise RuntimeError(f"the process that reads exited with {await process.wait()}")
+        yield lag()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def read(url: str, count: int) -> None:
+    """Subscribe, print a line, receive this many events, and print their lag."""
+    async with engine_on(url) as engine, engine.subscribe_completion() as events:
+        print("subscribed", flush=True)
+        print(json.dumps(asdict(await receive(events, count))), flush=True)
+
+
+async def follow_single(engine: Engine, url: str, samples: int) -> Figures:
+    """The median lag of single completions on an otherwise idle system."""
+    figures: Figures = {}
+    for suffix, reader in readers(engine, url).items():
+        handles = await running(engine, samples)
+        async with reader(samples) as lag:
+            for handle in handles:
+                await asyncio.sleep(IDLE_S)
+                await engine.complete(handle, b"{}")
+            figures[f"feed_single{suffix}"] = Figure(value=(await lag).p50, unit="ms")
+    return figures
+
+
+async def follow_drains(engine: Engine, url: str, count: int) -> Figures:
+    """The rate of a worker without and with a subscriber, and the lag of the subscriber."""
+    alone: list[Figure] = []
+    followed: dict[str, list[tuple[Figure, Lag]]] = {}
+    for _ in range(DRAINS):
+        await fill(engine, islice(noops(), count), count)
+        alone.append(await drain(engine, count))
+        for suffix, reader in readers(engine, url).items():
+            await fill(engine, islice(noops(), count), count)
+            async with reader(count) as lag:
+                followed.setdefault(suffix, []).append((await drain(engine, count), await lag))
+    figures = {"feed_drain_alone": median_rate(alone)}
+    for suffix, drains in followed.items():
+        figures[f"feed_drain{suffix}"] = median_rate([each for each, _ in drains])
+        for name in ("p50", "p99", "last"):
+            value = statistics.median(getattr(lag, name) for _, lag in drains)
+            figures[f"feed_lag{suffix}_{name}"] = Figure(value=value, unit="ms")
+    return figures
+
+
+async def drain(engine: Engine, count: int) -> Figure:
+    """The rate at which a worker processes a backlog of this size."""
+    backlog = Drain(count)
+
+    async def handle() -> None:
+        backlog.start()
+
+    async with Worker(engine, lanes=[LANE], handlers={KIND: handle}, concurrency=CONCURRENCY) as worker:
+
+        async def is_drained() -> bool:
+            # A slot is freed after the completion is committed.
+            return not worker.running
+
+        return await backlog.rate(is_drained)
+
+
+def main() -> None:
+    """Run the process that reads."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--count", type=int, required=True)
+    options = parser.parse_args()
+    on_loop(read(options.url, options.count))
+
+
+if __name__ == "__main__":
+    main()
