@@ -8,7 +8,9 @@ from typing import Any
 
 from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import parts_of
+from flowfabric.feeds import OLDEST
 from flowfabric.model.attempt import FailureReason
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import ResumeGrant, ResumeToken
@@ -38,6 +40,8 @@ from .preparations import (
     registration,
     resumable,
     resume_granted,
+    resumed,
+    signalled,
     streaming,
     streaming_lease_expired,
     streaming_past_lease,
@@ -80,7 +84,10 @@ class Operation:
 def public_operations() -> set[str]:
     """The names of the asynchronous operations of the engine."""
     return {
-        name for name in dir(Engine) if not name.startswith("_") and inspect.iscoroutinefunction(getattr(Engine, name))
+        name
+        for name in dir(Engine)
+        if not name.startswith("_")
+        and (inspect.iscoroutinefunction(getattr(Engine, name)) or isinstance(vars(Engine).get(name), operation))
     }
 
 
@@ -127,6 +134,14 @@ def _signal_run(engine: Engine, subject: Subject) -> Awaitable[object]:
     fabric = Fabric()
     fabric._engine, fabric._loop = engine, asyncio.get_running_loop()
     return fabric.run(subject.execution_id).signal("wait", {}, id=subject.name, timeout=0)
+
+
+async def _follow(engine: Engine, feed: str, subject: Subject) -> None:
+    """Read a feed until it has delivered an event of the subject."""
+    async with getattr(engine, feed)(OLDEST) as events:
+        async for event in events:
+            if event.execution_id == subject.execution_id:
+                return
 
 
 def _claim(engine: Engine, subject: Subject) -> Awaitable[object]:
@@ -401,6 +416,11 @@ def _reads() -> list[Operation]:
     add("count_executions", completed, lambda e, s: e.count_executions(lane_id=s.lane_id))
     add("find_inconsistencies", completed, lambda e, _: e.find_inconsistencies())
     add("wait_for_ending", completed, lambda e, s: e.wait_for_ending(s.execution_id, timeout=10))
+    add("subscribe_completion", completed, lambda e, s: _follow(e, "subscribe_completion", s))
+    add("subscribe_lease_history", completed, lambda e, s: _follow(e, "subscribe_lease_history", s))
+    add("subscribe_signal_delivery", signalled, lambda e, s: _follow(e, "subscribe_signal_delivery", s))
+    add("subscribe_operator_events", resumed, lambda e, s: _follow(e, "subscribe_operator_events", s))
+    add("subscribe_instance_tags", of_instance, lambda e, s: _follow(e, "subscribe_instance_tags", s))
     add("list_lanes", nothing, lambda e, _: e.list_lanes())
     add("server_time_ms", nothing, lambda e, _: e.server_time_ms())
     add("ping", nothing, lambda e, _: e.ping())

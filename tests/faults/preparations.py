@@ -163,6 +163,23 @@ async def suspended(subject: Subject, **overrides: Any) -> None:
     subject.handle = outcome.handle
 
 
+async def signalled(subject: Subject) -> None:
+    """An execution whose wait a signal has satisfied."""
+    await suspended(subject)
+    await subject.engine.deliver_signal(
+        execution_id=subject.execution_id,
+        waitpoint_id=subject.wait.waitpoint_id,
+        waitpoint_token=subject.wait.waitpoint_token,
+        signal_name="ready",
+    )
+
+
+async def resumed(subject: Subject) -> None:
+    """An execution that an operator has resumed."""
+    await suspended(subject)
+    await subject.engine.resume_execution(execution_id=subject.execution_id)
+
+
 async def waiting_for_run_signal(subject: Subject) -> None:
     """An execution that waits for a signal with the name of its wait, as `ctx.wait_for_signal` does."""
     await suspended(subject, resume_condition=Single(waitpoint_key="wait", matcher=ByName("wait")))

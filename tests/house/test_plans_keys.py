@@ -27,6 +27,7 @@ ALL = {
     for folder in ("engine", "reconcile")
     for path in sorted((PACKAGE / folder).rglob("*.sql"))
     for statement in Statements(path)
+    if "lock table" not in statement.sql
 }
 
 EXECUTION = ("partition_key", "execution_id")

@@ -109,7 +109,7 @@ class Parts:
                 max_operations=settings.max_concurrent_stream_ops,
             )
         )
-        feeds = services.add(Feeds(store))
+        feeds = services.add(Feeds(store, pool_size=settings.database_pool_size))
         self.event_partitions = services.add(EventPartitions(store))
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))

@@ -147,4 +147,4 @@ async def test_a_shared_event_that_is_committed_late_can_be_resumed_in_its_middl
 
 def _sends_nothing(engine: Engine) -> bool:
     hints = parts_of(engine).wakeups.hints
-    return hints.is_listening and (hints._sender is None or hints._sender.done())
+    return hints.is_listening and not hints._is_sending and not hints._pending

@@ -21,7 +21,7 @@ from .following import complete_together, ids, is_quiet, take
 
 SESSIONS = """select pg_terminate_backend(pid) from pg_stat_activity
                where datname = current_database() and pid <> pg_backend_pid() and application_name = 'flowfabric'"""
-LISTENERS = f"{SESSIONS} and query like '/* probe */%'"
+LISTENERS = f"{SESSIONS} and query like '/* listener */%'"
 
 
 @pytest.fixture

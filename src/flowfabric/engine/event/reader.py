@@ -102,8 +102,17 @@ class Reader(Generic[Event]):
     UNREACHABLE_SECONDS = 30.0
     """How long reads may fail before the subscription ends."""
 
-    def __init__(self, store: Store, feed: Feed[Event], filter: ScannerFilter | None, buffer: Buffer[Event]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        feed: Feed[Event],
+        filter: ScannerFilter | None,
+        buffer: Buffer[Event],
+        *,
+        reads: asyncio.Semaphore,
+    ) -> None:
         self._store = store
+        self._reads = reads
         self._feed = feed
         self._buffer = buffer
         self._is_rare = feed.family in RARE_FAMILIES
@@ -171,7 +180,7 @@ class Reader(Generic[Event]):
 
     async def _look(self, position: Position, *, is_forced: bool = False) -> "_Found":
         while True:
-            (row,) = await self._store.fetch(
+            (row,) = await self._fetch(
                 SQL.open_window,
                 family=self._feed.family,
                 floor=position.floor,
@@ -241,7 +250,11 @@ class Reader(Generic[Event]):
                 "next_xid": before.next_xid,
                 "in_progress": before.in_progress,
             }
-        return await self._store.fetch(statement, **values)
+        return await self._fetch(statement, **values)
+
+    async def _fetch(self, statement: Statement, **values: object) -> list[Record]:
+        async with self._reads:
+            return await self._store.fetch(statement, **values)
 
     async def _retry(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         """Repeat a read that fails because of the store; give up after UNREACHABLE_SECONDS."""

@@ -65,11 +65,12 @@ select t.*, e.event_id, e.is_match, e.place, e.at, e.kind::text as kind, e.parti
                       select l.*
                         from (select e.* from event e
                                where e.xid = any(array(select p.xid::text::xid8 from unnest(:in_progress::bigint[]) as p(xid)))
-                                 and e.event_id > :after::bigint and e.event_id <= :newest::bigint
                               union all
                               select e.* from event e
                                where e.xid >= :xmax::bigint::text::xid8 and e.xid < :next_xid::bigint::text::xid8
-                                 and e.event_id > :after and e.event_id <= :newest) l
+                              -- Without it the planner may read all events between the ids below.
+                              offset 0) l
+                       where l.event_id > :after::bigint and l.event_id <= :newest::bigint
                        order by l.event_id limit :scanned
 -- include: page_tail
 
