@@ -74,7 +74,7 @@ def test_many_frames_that_are_hidden_at_once_are_deleted_over_several_appends() 
 
 def test_a_batch_counts_like_single_frames() -> None:
     rng = random.Random(1)
-    modes = [Durable(), SUMMARY, live(), live(maxlen_floor=5, maxlen_ceiling=5)]
+    modes: list[StreamMode] = [Durable(), SUMMARY, live(), live(maxlen_floor=5, maxlen_ceiling=5)]
     for _ in range(50):
         chosen = rng.choices(modes, k=40)
         together, single = Stored(maxlen=20), Stored(maxlen=20)

@@ -427,6 +427,8 @@ create table stream (
   retention_maxlen integer not null,
   retention_ttl_ms bigint,
   released_epoch bigint not null default 0,
+  numbered_epoch bigint not null default 0,
+  numbered_count bigint not null default 0,
   closed_at bigint,
   closed_reason text,
   expires_at bigint,

@@ -1,6 +1,6 @@
 """An open stream as appends change it: ids, counters, the frames that readers see, and the summary."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flowfabric.model.stream import (
@@ -67,6 +67,8 @@ class OpenStream:
         "last_append_ts_ms",
         "maxlen_applied_last",
         "now",
+        "numbered_count",
+        "numbered_epoch",
         "retention_maxlen",
         "summary",
         "total_bytes",
@@ -86,6 +88,8 @@ class OpenStream:
         self.last_append_ts_ms: int | None = None if stored is None else stored["last_append_ts_ms"]
         self.maxlen_applied_last: int | None = None if stored is None else stored["maxlen_applied_last"]
         self.expires_at: int | None = None if stored is None else stored["expires_at"]
+        self.numbered_epoch: int = 0 if stored is None else stored["numbered_epoch"]
+        self.numbered_count: int = 0 if stored is None else stored["numbered_count"]
         self._stored_first = self.first_frame_no
         self._frames: list[NewFrame] = []
 
@@ -121,6 +125,33 @@ class OpenStream:
         self.first_frame_no = max(self.first_frame_no, self.frame_count - maxlen + 1)
         self._frames.append(NewFrame(self.last, self.frame_count, mode.frame_mode, frame, version, ttl_ms))
         return AppendFrameOutcome(stream_id=str(self.last), frame_count=self.frame_count, summary_version=version)
+
+    def append_numbered(self, frame: Frame, epoch: int, number: int) -> AppendFrameOutcome:
+        """Append a frame that is known to be new, and remember its number among the frames of its lease."""
+        outcome = self.append(frame)
+        self.numbered_epoch, self.numbered_count = epoch, number
+        return outcome
+
+    def count_stored(self, epoch: int, first_number: int, count: int) -> int:
+        """How many of these numbered frames are stored already, because their writer repeats them."""
+        stored = self.numbered_count if self.numbered_epoch == epoch else 0
+        return min(max(stored + 1 - first_number, 0), count)
+
+    def answers_again(self, frames: Sequence[Frame]) -> list[AppendFrameOutcome]:
+        """The answers to the newest frames of the stream, which are repeated; all of them have the newest id."""
+        answers: list[AppendFrameOutcome] = []
+        version = 0 if self.summary is None else self.summary.version
+        for frame in reversed(frames):
+            is_patch = isinstance(frame.mode, DurableSummary)
+            answers.append(
+                AppendFrameOutcome(
+                    stream_id=str(self.last),
+                    frame_count=self.frame_count,
+                    summary_version=version if is_patch else None,
+                )
+            )
+            version -= is_patch
+        return answers[::-1]
 
     def _apply(self, summary: Summary, patch: dict[str, Any]) -> int:
         summary.document = merge_patch(summary.document, patch)

@@ -9,7 +9,7 @@ from flowfabric.model.errors import EngineError, error
 from flowfabric.model.text import shorten, shown
 
 MAX_PATCH_DEPTH = 16
-NULL_SENTINEL = "__ff_null__"
+NULL = "__ff_null__"
 """The text that sets a value to null, because null in a patch deletes the key."""
 
 
@@ -85,7 +85,7 @@ def _without_sentinel(value: Any) -> Any:
         return [_without_sentinel(part) for part in value]
     if isinstance(value, dict):
         return {key: _without_sentinel(part) for key, part in value.items()}
-    return None if value == NULL_SENTINEL else value
+    return None if value == NULL else value
 
 
 def _finite(digits: str) -> float:

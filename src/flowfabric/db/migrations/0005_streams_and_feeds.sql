@@ -29,6 +29,9 @@ create table stream (
   retention_ttl_ms    bigint,
   -- Leases up to this epoch have ended: a frame that comes under one of them is refused.
   released_epoch      bigint   not null default 0,
+  -- The frames that the holder of this lease has numbered: those up to this number are stored, and a repeat is not stored again.
+  numbered_epoch      bigint   not null default 0,
+  numbered_count      bigint   not null default 0,
   closed_at           bigint,
   closed_reason       text,
   -- When all frames are hidden, and then deleted.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import TypeAlias
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
@@ -83,6 +84,20 @@ class Streams:
         except StoreFault as fault:
             raise error_of(fault) from fault
 
+    async def append_numbered(
+        self, handle: Handle, frames: Sequence[Frame], *, first_number: int
+    ) -> Sequence[AppendFrameOutcome | EngineError]:
+        """Append frames in one transaction; repeating the call with the same numbers stores nothing twice.
+
+        The worker numbers the frames that it appends under its lease, from 1 on. It repeats a call whose outcome is
+        unknown before it makes the next one. The answer to the repeat of a stored frame has the id of the newest frame.
+        """
+        batch = FrameBatch(Writer.of(handle), frames, first_number=first_number)
+        try:
+            return await self._batch.put(batch)
+        except StoreFault as fault:
+            raise error_of(fault) from fault
+
     async def drain(self) -> None:
         """Wait until every append in progress is answered."""
         await self._batch.drain()
@@ -110,7 +125,7 @@ class Streams:
             if len(batch.frames) == 1 or fault.retryable or fault.code == "execution_not_found":
                 return [fault.copy() for _ in batch.frames]
             # A frame that the store rejects must not fail the others.
-            return [(await self._append_alone(FrameBatch(batch.writer, [one])))[0] for one in batch.frames]
+            return [(await self._append_alone(one))[0] for one in batch.split()]
         assert not isinstance(answer, Locked), "the rows are locked"
         return answer
 
@@ -158,7 +173,7 @@ async def _append(
     answers: list[Appended | Locked] = []
     for batch, target in zip(batches, found, strict=True):
         if isinstance(target, OpenStream):
-            answers.append([_try(target, frame) for frame in batch.frames])
+            answers.append(_append_batch(target, batch))
         elif isinstance(target, Locked):
             answers.append(target)
         else:
@@ -168,9 +183,24 @@ async def _append(
     return answers
 
 
-def _try(stream: OpenStream, frame: Frame) -> AppendFrameOutcome | EngineError:
+def _append_batch(stream: OpenStream, batch: FrameBatch) -> Appended:
+    frames, first = batch.frames, batch.first_number
+    if first is None:
+        return [_try(stream.append, frame) for frame in frames]
+    epoch = batch.writer.lease_epoch
+    stored = stream.count_stored(epoch, first, len(frames))
+    return [
+        *stream.answers_again(frames[:stored]),
+        *(
+            _try(partial(stream.append_numbered, epoch=epoch, number=first + nth), frames[nth])
+            for nth in range(stored, len(frames))
+        ),
+    ]
+
+
+def _try(append: Callable[[Frame], AppendFrameOutcome], frame: Frame) -> AppendFrameOutcome | EngineError:
     try:
-        return stream.append(frame)
+        return append(frame)
     except EngineError as refusal:
         return refusal
 
@@ -199,7 +229,7 @@ async def _locked(
     absent: list[int] = []
     for at, (batch, row) in enumerate(zip(batches, rows, strict=True)):
         if row["verdict"] == "ok" and not row["is_locked"] and not row["is_present"]:
-            if True:
+            if any(_is_valid(frame) for frame in batch.frames):
                 absent.append(at)
             else:
                 # Not created: nothing will be appended.

@@ -49,7 +49,7 @@ seen as materialized (
 )
 select i.now, i.verdict, i.lifecycle_phase, s.attempt_index is not null as is_locked, s.last_ms, s.last_seq, s.frame_count, s.first_frame_no,
        s.total_bytes, s.has_durable_frame, s.ema_rate_hz, s.last_append_ts_ms, s.maxlen_applied_last, s.retention_maxlen,
-       s.expires_at, s.closed_reason, s.released_epoch, x.is_present
+       s.expires_at, s.numbered_epoch, s.numbered_count, s.closed_reason, s.released_epoch, x.is_present
   from seen i
   left join lateral (
        select s.* from stream s
@@ -147,15 +147,17 @@ with inserted as (
 grown as materialized (
   select * from unnest(:partition_keys, :execution_ids, :attempt_indexes, :last_mss::bigint[], :last_seqs::int[],
                        :frame_counts::bigint[], :first_frame_nos::bigint[], :total_bytes::bigint[], :have_durable_frame::boolean[],
-                       :ema_rates_hz::float8[], :last_append_times::bigint[], :maxlens_applied::int[], :expiries::bigint[], :trims::int[])
+                       :ema_rates_hz::float8[], :last_append_times::bigint[], :maxlens_applied::int[], :expiries::bigint[],
+                       :numbered_epochs::bigint[], :numbered_counts::bigint[], :trims::int[])
          as g(partition_key, execution_id, attempt_index, last_ms, last_seq, frame_count, first_frame_no, total_bytes,
-              has_durable_frame, ema_rate_hz, last_append_ts_ms, maxlen_applied, expires_at, trimmed)
+              has_durable_frame, ema_rate_hz, last_append_ts_ms, maxlen_applied, expires_at, numbered_epoch, numbered_count, trimmed)
 ),
 updated as (
   update stream s
      set last_ms = g.last_ms, last_seq = g.last_seq, frame_count = g.frame_count, first_frame_no = g.first_frame_no,
          total_bytes = g.total_bytes, last_frame_at = :now, has_durable_frame = g.has_durable_frame, ema_rate_hz = g.ema_rate_hz,
-         last_append_ts_ms = g.last_append_ts_ms, maxlen_applied_last = g.maxlen_applied, expires_at = g.expires_at
+         last_append_ts_ms = g.last_append_ts_ms, maxlen_applied_last = g.maxlen_applied, expires_at = g.expires_at,
+         numbered_epoch = g.numbered_epoch, numbered_count = g.numbered_count
     from grown g
    where s.partition_key = any(array[g.partition_key]) and s.execution_id = g.execution_id and s.attempt_index = g.attempt_index
 ),

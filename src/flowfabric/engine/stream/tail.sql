@@ -40,10 +40,14 @@ select coalesce(s.closed_at, a.ended_at) as closed_at, coalesce(s.closed_reason,
  where s.partition_key = :partition_key and s.execution_id = :execution_id and s.attempt_index = :attempt_index;
 
 -- name: list_followed_frames
--- The visible frames of all attempts after a position, each with whether the execution has ended and its latest attempt; one
--- row without a frame if there is none, and no row if the execution does not exist.
+-- The visible frames after a position, of all attempts up to the last one asked for, each with whether more frames can follow
+-- and the latest attempt; one row without a frame if there is none, and no row if the execution does not exist.
 with clock as materialized (select ff_now() as now)
-select e.lifecycle_phase = 'terminal' as is_ended, greatest(e.attempt_count - 1, 0) as latest_attempt_index, f.attempt_index,
+select e.lifecycle_phase = 'terminal' or e.attempt_count > :last_attempt_index::bigint + 1
+       or exists (select from stream s
+                   where s.partition_key = e.partition_key and s.execution_id = e.execution_id
+                     and s.attempt_index = :last_attempt_index and s.closed_at is not null) as is_ended,
+       greatest(e.attempt_count - 1, 0) as latest_attempt_index, f.attempt_index,
        -- include: frame_columns
   from execution e
   left join lateral (
@@ -56,10 +60,21 @@ select e.lifecycle_phase = 'terminal' as is_ended, greatest(e.attempt_count - 1,
                where s.partition_key = f.partition_key and s.execution_id = f.execution_id
                  and s.attempt_index = f.attempt_index limit 1) s
         where f.partition_key = :partition_key and f.execution_id = :execution_id
-          and (f.attempt_index, f.ms, f.seq) > (:attempt_index, :after_ms, :after_seq)
+          and (f.attempt_index, f.ms, f.seq) > (:attempt_index, :after_ms, :after_seq) and f.attempt_index <= :last_attempt_index
           and
           -- include: is_visible
         order by f.attempt_index, f.ms, f.seq limit :count_limit) f on true
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;
+
+-- name: read_newest_summary
+-- The newest summary of an execution, which its latest attempt may not have yet; nulls if it has none, and no row if the
+-- execution does not exist.
+select s.document, s.version, s.patch_kind, s.last_updated_ms, s.first_applied_ms
+  from execution e
+  left join lateral (
+       select s.* from stream_summary s
+        where s.partition_key = e.partition_key and s.execution_id = e.execution_id
+        order by s.attempt_index desc limit 1) s on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_summary
