@@ -85,14 +85,16 @@ select t.*, e.event_id, e.is_match, e.place, e.at, e.kind::text as kind, e.parti
 
 -- name: list_rare_events
 -- A page of the events of rare kinds with ids above :after, up to :newest. Events of other kinds are not read: the condition on the
--- kinds is that of the index.
+-- kinds is that of the index. Kind and id are compared and sorted together, as in the index: with separate conditions the planner may
+-- read events of all kinds by their ids.
 -- include: page_head
                       select r.*
                         from unnest(:kinds::text[]) as k(kind)
                        cross join lateral (
                              select e.* from event e
-                              where e.kind = k.kind::event_kind and e.kind not in ('acquired', 'renewed', 'released', 'ended')
-                                and e.event_id > :after::bigint and e.event_id <= :newest::bigint
-                              order by e.event_id limit :scanned) r
+                              where e.kind not in ('acquired', 'renewed', 'released', 'ended')
+                                and (e.kind, e.event_id) > (k.kind::event_kind, :after::bigint)
+                                and (e.kind, e.event_id) <= (k.kind::event_kind, :newest::bigint)
+                              order by e.kind, e.event_id limit :scanned) r
                        order by r.event_id limit :scanned
 -- include: page_tail

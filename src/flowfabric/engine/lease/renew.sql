@@ -108,7 +108,8 @@ renewed as materialized (
     from judged j
    where verdict = 'ok' and (claim_tid in (select tid from whole) or nth in (select nth from moved))
 ),
--- Ordinary renewals share one event per group.
+-- Ordinary renewals share one event per group. A renewal of a whole claim locks the claim and not its executions, so an execution
+-- may change between this statement and its commit: feeds deliver its event in any order with those of that change.
 events as (
   insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, execution_ids, lease_ids,
                      execution_id, lease_id, attempt_id, flow_id, instance_tag, tags)
