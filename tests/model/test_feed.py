@@ -39,6 +39,7 @@ def test_an_outcome_is_of_one_of_four_kinds(outcome: str, kind: CompletionKind) 
     [
         ({"namespace": 1}, "invalid_input", "filter.namespace: must be text"),
         ({"namespace": "a\0"}, "invalid_input", "NUL"),
+        ({"namespace": ""}, "invalid_input", "filter.namespace: must not be empty"),
         ({"instance_tag": "app.tenant=acme"}, "invalid_input", "must be the key and the value of a tag"),
         ({"instance_tag": ("app.tenant",)}, "invalid_input", "must be the key and the value of a tag"),
         ({"instance_tag": ("tenant", "acme")}, "invalid_tag_key", "must be namespaced"),

@@ -342,6 +342,19 @@ async def test_an_unknown_kind_of_event_is_skipped_with_one_warning(
     ]
 
 
+async def test_a_row_without_a_lease_for_each_execution_is_skipped_as_a_whole(
+    engine: Engine, given: Given, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    await complete_together(engine, 3)
+    await connection.execute("update event set lease_ids = lease_ids[:2] where kind = 'released'")
+    last = await given.completed()
+    async with engine.subscribe_lease_history(OLDEST) as events:
+        found = await take(events, 5)
+    assert [type(event) for event in found] == [*[LeaseAcquired] * 4, LeaseReleased]
+    assert ids(found[3:]) == [last, last]
+    assert "skips event 2: the numbers of executions and leases differ" in caplog.text
+
+
 async def test_a_full_queue_stops_the_reader_until_events_are_taken(
     engine: Engine, eventually: Eventually, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +409,15 @@ async def test_closing_ends_a_task_that_waits_for_an_event(engine: Engine) -> No
     never_started = engine.subscribe_completion()
     await never_started.aclose()
     assert [event async for event in never_started] == []
+
+
+async def test_closing_a_subscription_while_it_starts_leaves_no_reader(engine: Engine) -> None:
+    events = engine.subscribe_completion()
+    starting = asyncio.create_task(anext(events, None))
+    await asyncio.sleep(0)
+    await events.aclose()
+    assert await starting is None
+    assert readers() == 0
 
 
 async def test_a_cancelled_wait_loses_no_event(engine: Engine, given: Given) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import asyncpg
@@ -162,17 +163,6 @@ async def test_a_cursor_does_not_expire_because_events_of_another_server_are_del
         assert ids(await take(resumed, 1)) == [later]
 
 
-async def test_a_partition_is_not_created_for_a_day_with_new_events_of_another_server(
-    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
-) -> None:
-    await given.completed()
-    await come_from_another_server(connection, [], 1_000_000)
-    await clock.advance(seconds=DAY)
-    await given.completed()
-    # The day of the newest event has events in the default partition, so it gets no partition of its own.
-    assert await parts_of(engine).event_partitions.keep_partitions() == 2
-
-
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
     """A server with a standby."""
@@ -184,7 +174,7 @@ async def cluster() -> AsyncIterator[Cluster]:
         await asyncio.to_thread(made.discard)
 
 
-def connected(cluster: Cluster) -> Engine:
+def connected(cluster: Cluster) -> AbstractAsyncContextManager[Engine]:
     """An engine on the primary."""
     return Engine.connect(
         settings=Settings(database_url=cluster.primary.url, migrate_on_start=True, waitpoint_hmac_secret=SECRET)
