@@ -1,6 +1,7 @@
 """What becomes of the frames of a run when it ends, suspends or loses its lease."""
 
 import asyncio
+import threading
 
 import asyncpg
 import pytest
@@ -83,32 +84,35 @@ async def test_a_writer_whose_lease_is_lost_is_told_and_its_frames_are_dropped(
     eventually: Eventually,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    contexts: list[Context] = []
     refused: list[tuple[str, str]] = []
-    is_lost = asyncio.Event()
+    has_written, is_lost = threading.Event(), threading.Event()
 
-    async def job(ctx: Context) -> None:
-        await ctx.stream.write(f"attempt {ctx.attempt}", flush=True)
-        contexts.append(ctx)
+    async def write_late(ctx: Context) -> None:
+        await ctx.stream.write("late")
+        await ctx.stream.flush()
+
+    def job(ctx: Context) -> None:
+        ctx.from_thread(ctx.stream.write(f"attempt {ctx.attempt}", flush=True))
         if ctx.attempt == 1:
-            await is_lost.wait()
-            # The store decides: this process does not know yet that the lease is gone.
-            await ctx.stream.write("late")
-            refused.append(await refusal(ctx.stream.flush()))
-            refused.append(await refusal(ctx.stream.write("later")))
-            refused.append(await refusal(ctx.stream.write("latest", flush=True)))
-            refused.append(await refusal(ctx.summary.patch({"a": 1})))
-            await asyncio.Event().wait()
+            has_written.set()
+            assert is_lost.wait(60)
+            # A thread is not cancelled when the lease is lost.
+            for call in (
+                write_late(ctx),
+                ctx.stream.write("later"),
+                ctx.stream.write("latest", flush=True),
+                ctx.summary.patch({"a": 1}),
+            ):
+                refused.append(ctx.from_thread(refusal(call)))
 
     run = await submit()
     await start_worker({"job": job}, lease_ttl=60, reconcile=False)
-    await eventually(lambda: contexts)
+    await eventually(has_written.is_set)
     await clock.advance(seconds=61)
     is_lost.set()
-    await eventually(lambda: len(refused) == 4)
-    assert {code for code, _ in refused} == {"stale_owner_cannot_append"}
     parts_of(engine).wakeups.wake_all()
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
+    assert [code for code, _ in refused] == ["stale_owner_cannot_append"] * 4
     assert await texts(engine, run, 0) == ["attempt 1"]
     assert await texts(engine, run, 1) == ["attempt 2"]
     assert "were not stored" not in caplog.text

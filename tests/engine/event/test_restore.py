@@ -6,10 +6,12 @@ import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
 
+from databases import execute
 from fixtures import Engines, Eventually, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.errors import InvalidInputError
@@ -17,7 +19,7 @@ from flowfabric.feeds import OLDEST, CompletionEvent
 from flowfabric.model.support import Applied, NothingToPrepare
 from flowfabric.settings import Settings
 from servers import served
-from sessions import session
+from sessions import SESSIONS, session
 
 from .following import HOLDS, SLOW, complete_together, held_commits, ids, take, waits_for_commit
 
@@ -41,10 +43,12 @@ class Dumps:
 
     async def restore(self) -> None:
         """Replace the contents of the database by the dump."""
-        connection = await session(self._url, "test restore")
-        await connection.execute("drop schema flowfabric cascade")
-        await connection.close()
+        # Sessions of earlier tests have prepared statements with types of the old schema.
+        await SESSIONS.close_parked(urlsplit(self._url).path[1:])
+        await execute(self._url, "drop schema flowfabric cascade")
         await self.restore_at(self._url)
+        # The database is not for another test.
+        await execute(self._url, "insert into flowfabric.test_change values ('restore')")
 
     async def restore_at(self, url: str) -> None:
         """Restore the dump in another database."""
