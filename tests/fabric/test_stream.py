@@ -1,6 +1,7 @@
 """Following the output of a run from any process, and reading its summary."""
 
 import asyncio
+import itertools
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -286,15 +287,15 @@ async def test_a_reader_that_is_cancelled_while_it_waits_loses_nothing(url: str)
     async with fabric, fabric.worker():
         run = await write.submit()
         frames, found = run.stream(), list[str]()
-        is_over = False
-        while not is_over:
+        for nth in itertools.count():
             try:
-                async with asyncio.timeout(0.003):
+                # From too short for an answer to long enough on any machine.
+                async with asyncio.timeout(0.001 * 2 ** (nth % 14)):
                     found.append((await anext(frames)).text)
             except TimeoutError:
                 pass
             except StopAsyncIteration:
-                is_over = True
+                break
     assert found == [str(number) for number in range(50)]
 
 

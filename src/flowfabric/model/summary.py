@@ -9,6 +9,8 @@ from flowfabric.model.errors import EngineError, error
 from flowfabric.model.text import shorten, shown
 
 MAX_PATCH_DEPTH = 16
+MAX_SUMMARY_BYTES = 1_048_576
+"""The largest encoded document."""
 NULL = "__ff_null__"
 """The text that sets a value to null, because null in a patch deletes the key."""
 
@@ -49,6 +51,29 @@ def merge_patch(document: dict[str, Any], patch: dict[str, Any]) -> dict[str, An
         else:
             merged[key] = _without_sentinel(value)
     return merged
+
+
+def growth(document: dict[str, Any], patch: dict[str, Any]) -> int:
+    """By how many bytes a patch changes the encoded document; found without encoding what the patch does not name."""
+    grown, count = 0, len(document)
+    for key, value in patch.items():
+        is_present = key in document
+        before = document.get(key)
+        if isinstance(value, dict) and isinstance(before, dict):
+            grown += growth(before, value)
+            continue
+        if is_present:
+            grown -= _entry_size(key, before)
+            count -= 1
+        if value is not None:
+            grown += _entry_size(key, merge_patch({}, {key: value})[key])
+            count += 1
+    return grown + max(count - 1, 0) - max(len(document) - 1, 0)
+
+
+def _entry_size(key: str, value: object) -> int:
+    """The bytes of an entry without braces and comma."""
+    return len(encode_document({key: value})) - 2
 
 
 def encode_document(document: dict[str, Any]) -> bytes:

@@ -94,6 +94,8 @@ async def test_a_frame_is_stored_with_its_fields_and_id(engine: Engine, given: G
         "closed_at": None,
         "closed_reason": None,
         "expires_at": None,
+        # An hour after the retention.
+        "sweep_at": now + 90_000_000,
     }
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 from uuid import UUID
 
+from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import full_columns, short_columns
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
@@ -39,6 +40,7 @@ _STREAM_COLUMNS = (
     "last_append_times",
     "maxlens_applied",
     "expiries",
+    "sweeps",
     "numbered_epochs",
     "numbered_counts",
     "trims",
@@ -118,7 +120,8 @@ class FrameBatch:
             if waiting.done():
                 continue
             if isinstance(answer, BaseException):
-                waiting.set_exception(answer)
+                # Each raised exception collects its own traceback.
+                waiting.set_exception(answer.copy() if isinstance(answer, StoreFault | EngineError) else answer)
             else:
                 waiting.set_result(answer)
 
@@ -171,6 +174,7 @@ def write_columns(grown: Sequence[tuple[FrameBatch, OpenStream]]) -> Mapping[str
                 stream.last_append_ts_ms,
                 stream.maxlen_applied_last,
                 stream.expires_at,
+                stream.sweep_at,
                 stream.numbered_epoch,
                 stream.numbered_count,
                 stream.trimmed,
