@@ -426,4 +426,5 @@ def test_every_ratio_of_the_benchmark_is_described_with_both_sizes_of_batch() ->
         "soak_last_tenth/soak_first_tenth",
         "count_1m_ended/group_by_1m_ended",
         "count_1m_waiting/group_by_1m_waiting",
+        "feed_catch_up_last/feed_catch_up_first",
     }

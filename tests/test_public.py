@@ -131,7 +131,18 @@ async def test_an_editor_completes_only_what_users_need_of_the_rest(url: str) ->
     assert shown == {
         "Fabric": ["engine", "lane", "namespace", "run", "run_worker", "task", "tasks", "worker"],
         "Task": ["bind", "lane", "name", "options", "run", "submit", "submit_many"],
-        "Run": ["cancel", "explain", "id", "is_duplicate", "plain_id", "result", "signal", "status"],
+        "Run": [
+            "cancel",
+            "explain",
+            "id",
+            "is_duplicate",
+            "plain_id",
+            "result",
+            "signal",
+            "status",
+            "stream",
+            "summary",
+        ],
         "Worker": [
             "capabilities",
             "kinds",
@@ -165,6 +176,8 @@ async def test_an_editor_completes_only_what_users_need_of_the_rest(url: str) ->
             "progress",
             "resumed_signals",
             "retry_count",
+            "stream",
+            "summary",
             "suspend",
             "tags",
             "wait_for_signal",

@@ -71,7 +71,7 @@ ORDERED: dict[str, set[str]] = {
     "take_retained": {"retained_due"},
     "list_retained": {"retained_due"},
     "read_frames_to_trim": {"retained_due"},
-    "take_expired_frames": {"stream_due"},
+    "take_hidden_frames": {"stream_due"},
     "take_expired_keys": {"idempotency_key_due"},
     "take_old_grants": {"claim_grant_due"},
     "take_expired_workers": {"worker_due"},
@@ -130,7 +130,9 @@ def scans(lines: list[str]) -> list[tuple[str, str, str]]:
         if scan is None or scan[2] not in KEYS:
             continue
         # An `exists` without a condition reads at most one row.
-        if lines[at - 1].startswith("InitPlan") and not lines[at + 1].startswith(("Index Cond", "Filter")):
+        if lines[at - 1].startswith("InitPlan") and not "".join(lines[at + 1 : at + 2]).startswith(
+            ("Index Cond", "Filter")
+        ):
             continue
         condition = next((each for each in lines[at + 1 : at + 3] if " Cond: " in each), "")
         found.append((scan[1], scan[2], condition))
@@ -176,7 +178,7 @@ async def test_rows_are_found_by_their_keys_whatever_the_planner_knows(planner: 
     wrong: list[str] = []
     ordered: defaultdict[str, set[str]] = defaultdict(set)
     count = 0
-    for name in sorted(set(ALL) - READERS - {"lock_keys"}):
+    for name in sorted(set(ALL) - READERS - {"lock_keys", "lock_events"}):
         for how, table, condition in scans(await plan(planner, ALL[name])):
             count += 1
             if is_by_key(table, condition):

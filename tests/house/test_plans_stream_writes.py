@@ -128,5 +128,5 @@ async def test_the_sweep_of_expired_streams_touches_only_those(engine: Engine, t
     await clock.advance(ms=2_000)
     assert (await parts_of(engine).stream_expiry.sweep_batch()).done == 2
     # Each frame as an index entry and as a row.
-    assert touched.of("take_expired_frames", "stream_frame") <= 2 * 20
-    assert touched.of("take_expired_frames", "stream") <= 2 * 4
+    assert touched.of("take_hidden_frames", "stream_frame") <= 2 * 20
+    assert touched.of("take_hidden_frames", "stream") <= 2 * 4

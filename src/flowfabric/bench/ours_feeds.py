@@ -27,14 +27,10 @@ from flowfabric.feeds import OLDEST, CompletionEvent, ScannerFilter, Subscriptio
 EVENTS = 1_000_000
 PARTS = 20
 """The first and the last of this many equal parts of the events are compared."""
-SINGLE_EVENTS = 40_000
 STEP = 20_000
 TAG = "bench.tenant"
-TENANTS = 50
-RARE = "rare"
-RARITY = 10_000
-"""One in this many executions is of the rare tenant."""
-SAMPLES = 100
+TENANTS = 10_000
+SAMPLES = 60
 IDLE_S = 0.02
 """The pause before each single completion."""
 DRAINED = 30_000
@@ -43,32 +39,26 @@ DRAINS = 3
 
 async def measure(task: Task) -> Figures:
     """Read a large number of events, then follow single completions and a worker at full rate."""
-    many, single = task.count(EVENTS), task.count(SINGLE_EVENTS)
-    samples = max(10, round(SAMPLES * task.scale))
+    many, samples, drained = task.count(EVENTS), max(10, round(SAMPLES * task.scale)), task.count(DRAINED)
     async with engine_on(task.url) as engine, observing(task.url) as observer:
-        rarity = min(RARITY, many)
-        await produce(engine, of_tenants(rarity), many)
+        tenants = min(TENANTS, many)
+        await produce(engine, of_tenants(tenants), many)
         await observer.analyze()
-        figures, cursor = await read_all(engine, many, rarity)
-        await produce(engine, of_different_tenants(), single)
-        figures["feed_catch_up_single"] = per_second(single, sum((await catch_up(engine, single, cursor)).seconds))
-        figures |= await follow_single(engine, task.url, samples)
-        return figures | await follow_drains(engine, task.url, task.count(DRAINED))
+        figures, cursor = await read_all(engine, many, tenants)
+        followed = await follow_drains(engine, task.url, drained)
+        # Without a subscriber and with each of two.
+        grouped = 3 * DRAINS * drained
+        figures["feed_catch_up_grouped"] = per_second(grouped, sum((await catch_up(engine, grouped, cursor)).seconds))
+        return figures | await follow_single(engine, task.url, samples) | followed
 
 
-def of_tenants(rarity: int) -> Iterator[NewExecution]:
-    """Executions of TENANTS tenants in turn, and one in `rarity` of the rare tenant.
+def of_tenants(tenants: int) -> Iterator[NewExecution]:
+    """Executions of as many tenants in turn.
 
-    Completions of one tenant in one call are stored as one row of the event table.
+    No two executions of one call have the same tags, so that every completion is a row of the event table.
     """
     for number in count(1):
-        yield noop(tags={TAG: f"tenant-{number % TENANTS}" if number % rarity else RARE})
-
-
-def of_different_tenants() -> Iterator[NewExecution]:
-    """Executions that all have different tags, so that every completion is a row of the event table."""
-    for number in count():
-        yield noop(tags={TAG: f"tenant-{number}"})
+        yield noop(tags={TAG: f"tenant-{number % tenants}"})
 
 
 async def produce(engine: Engine, items: Iterator[NewExecution], count: int) -> None:
@@ -97,13 +87,13 @@ async def finish(engine: Engine, count: int) -> None:
     await asyncio.gather(*(work() for _ in range(CONNECTIONS)))
 
 
-async def read_all(engine: Engine, count: int, rarity: int) -> tuple[Figures, bytes]:
-    """The rates of reading this many events from the oldest one on, all and of a rare tenant; the cursor after them."""
+async def read_all(engine: Engine, count: int, tenants: int) -> tuple[Figures, bytes]:
+    """The rates of reading this many events from the oldest one on, all and of one tenant; the cursor after them."""
     # Prepare the statements.
     await catch_up(engine, 1, OLDEST)
     whole = await catch_up(engine, count, OLDEST)
-    rare = ScannerFilter(instance_tag=(TAG, RARE))
-    sparse = await catch_up(engine, count // rarity, OLDEST, filter=rare)
+    one = ScannerFilter(instance_tag=(TAG, "tenant-0"))
+    sparse = await catch_up(engine, count // tenants, OLDEST, filter=one)
     return {
         "feed_catch_up": per_second(count, sum(whole.seconds)),
         "feed_catch_up_first": per_second(count // PARTS, whole.seconds[0]),

@@ -27,7 +27,7 @@ PATCHES = tuple(b'{"step": {"name": "build", "done": %d}, "left": null}' % numbe
 DURABLE = Durable()
 SUMMARY = DurableSummary()
 LIVE = BestEffortLive(config=BestEffortLiveConfig(ttl_ms=5_000))
-SAMPLES = 100
+SAMPLES = 60
 TAILS = 200
 POOL = 4
 BURSTS = 3
@@ -63,7 +63,7 @@ async def running(engine: Engine, count: int) -> list[Handle]:
 
 async def appends(engine: Engine, task: Task) -> Figures:
     """The rates of appending, by concurrent calls in each mode and one by one."""
-    many, few = task.count(40_000), task.count(500)
+    many, few = task.count(30_000), task.count(500)
     handles = await running(engine, 3 * STREAMS + 2)
     durable, live, summary = (handles[at : at + STREAMS] for at in range(0, 3 * STREAMS, STREAMS))
     single, alone = handles[-2:]
@@ -73,7 +73,7 @@ async def appends(engine: Engine, task: Task) -> Figures:
         await observer.analyze()
     return {
         "frames_grouped": await rate(many, append_all(engine, durable, many)),
-        "frames_one_stream": await rate(many // 2, append_all(engine, [single], many // 2)),
+        "frames_one_stream": await rate(many, append_all(engine, [single], many)),
         "frames_one_commit": await rate(few, append_all(engine, [alone], few, callers=1)),
         "live_frames": await rate(many, append_all(engine, live, many, mode=LIVE)),
         "summary_patches": await rate(many // 2, append_all(engine, summary, many // 2, mode=SUMMARY)),

@@ -97,7 +97,7 @@ class Parts:
                 Quarantine(settings.pending_wp_expiry_interval_s),
             )
         )
-        streams = services.add(Streams(store))
+        self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
@@ -117,7 +117,7 @@ class Parts:
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
         waits = (self.tails, feeds)
-        drained = (*waits, submit, self.signals, suspend, streams, lease_ends, renewals)
+        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals)
         self.shutdown = services.add(Shutdown(claims, results, waits, [service.drain for service in drained]))
 
     @property

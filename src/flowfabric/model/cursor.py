@@ -50,8 +50,11 @@ class Snapshot:
         return min(self.in_progress, default=self.xmax), self.xmax, self.in_progress
 
     def first_ended_by(self, later: Snapshot) -> int | None:
-        """The lowest id of a transaction that was in progress and may have ended by a later snapshot."""
-        # If events were restored since, the later snapshot is of another server, and these transactions have ended.
+        """The lowest id of a transaction that was in progress and may have ended by a later snapshot.
+
+        Transaction ids are compared only if both snapshots are of one server. Otherwise all transactions have ended.
+        """
+        # Every restore that brought events has another restored_event_id; one that brought none left nothing to read.
         is_comparable = later.restored_event_id == self.restored_event_id
         unended = later.in_progress if is_comparable else ()
         xmax = later.xmax if is_comparable else self.next_xid

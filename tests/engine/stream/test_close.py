@@ -42,8 +42,7 @@ REASONS = {
     Move.SUSPENSION_FAILED: "suspension_timeout",
     Move.SUSPENSION_CANCELLED: "suspension_timeout",
     Move.SUSPENSION_EXPIRED: "suspension_timeout",
-    # Marked as expired before it is ended at its limit.
-    Move.RECLAIM_LIMIT: "lease_expired",
+    Move.RECLAIM_LIMIT: "reclaimed",
     Move.LEASE_EXPIRED: "lease_expired",
 }
 OTHER_REASONS = {"claim_a_lost_lease": "reclaimed"}
@@ -237,8 +236,7 @@ async def test_a_supervised_reclaim_closes_the_stream(engine: Engine, given: Giv
     await append(engine, run.handle)
     await clock.advance(ms=1_000)
     assert isinstance(await issue_reclaim_grant(engine, handle.execution_id), ReclaimCapExceeded)
-    # The same transaction has marked the lease as expired.
-    assert await reason(rows, run.handle) == "lease_expired"
+    assert await reason(rows, run.handle) == "reclaimed"
 
 
 @pytest.mark.usefixtures("scans_are_free")
@@ -256,7 +254,7 @@ async def test_the_reclaim_of_a_revoked_lease_closes_the_stream(
     await append(engine, second.handle)
     await revoke(connection, first.execution_id)
     assert await claim(engine) == []
-    assert await reason(rows, second.handle) == "attempt_failure"
+    assert await reason(rows, second.handle) == "reclaimed"
 
 
 async def test_a_claim_does_not_wait_for_a_locked_stream(
@@ -271,7 +269,30 @@ async def test_a_claim_does_not_wait_for_a_locked_stream(
         async with asyncio.timeout(5):
             runs = await claim(engine, "lane0", "lane1", "lane2")
     assert {run.execution_id for run in runs} == {each.execution_id for each in (*lost, held)}
+    # Readers get the reason from the attempt.
     assert await reason(rows, held) == "lease_expired"
+    assert (await read(engine, held)).closed_reason is ClosedReason.RECLAIMED
+
+
+@pytest.mark.usefixtures("scans_are_free")
+@pytest.mark.parametrize("ended", ["reclaimed", "at its limit"])
+async def test_a_stream_that_a_reclaim_left_open_reads_as_reclaimed(
+    engine: Engine, given: Given, connection: asyncpg.Connection, clock: Clock, ended: str
+) -> None:
+    policy = {"max_reclaim_count": 1 if ended == "reclaimed" else 0}
+    handle = await given.claimed(policy=policy, lease_ttl_ms=1_000)
+    await append(engine, handle)
+    lost_at = await clock.advance(ms=1_000)
+    assert await parts_of(engine).lease_expiry.mark_expired([handle.execution_id]) == 1
+    now = await clock.advance(ms=1_000)
+    assert len(await claim(engine)) == (ended == "reclaimed")
+    for closed_reason, closed_at in (("lease_expired", lost_at), (None, now)):
+        # As the previous version leaves it, or a claim while an append holds the lock.
+        await connection.execute(
+            "update stream set closed_reason = $1, closed_at = $2", closed_reason, closed_reason and closed_at
+        )
+        found = await read(engine, handle)
+        assert (found.closed_reason, found.closed_at) == (ClosedReason.RECLAIMED, closed_at)
 
 
 # Times.

@@ -200,14 +200,17 @@ class Reader(Generic[Event]):
             rows = await self._retry(partial(self._page, position))
             self._check_deleted(position, _mark(rows[0]), position.window)
             cursors = CursorWriter(position)
-            for row in rows if rows[0]["event_id"] is not None else ():
+            if rows[0]["event_id"] is None:
+                # The row says only what was deleted.
+                rows = []
+            for row in rows:
                 skipped = position.nth if row["event_id"] == position.last else 0
                 position = replace(position, last=row["event_id"], nth=0)
                 if not row["is_match"]:
                     self._buffer.reached = position
                     continue
                 await self._put(row, cursors, skipped, position)
-            if len(rows) >= self.PAGE or rows[-1]["place"] == self._scanned:
+            if rows and (len(rows) >= self.PAGE or rows[-1]["place"] == self._scanned):
                 continue
             position = position.past_late_events() if position.has_late_events else position.closed()
         return position

@@ -4,6 +4,8 @@
 -- then. next_xid is null if nothing can have become visible since. Otherwise it is the id of this transaction, which is higher than
 -- that of every transaction that was in progress when the snapshot was taken: the snapshot itself does not list transactions that
 -- began after the last one that has ended.
+-- Events with ids up to :floor can only come from those transactions: a transaction has its id before it draws an event id, and
+-- sessions do not cache numbers of the sequence, so a transaction that begins later draws higher ids.
 with seen as materialized (
   select pg_current_snapshot() as snapshot, coalesce((select e.event_id from event e order by e.event_id desc limit 1), 0) as newest
 )
@@ -13,8 +15,7 @@ select s.snapshot, s.newest,
               or exists (select from unnest(:in_progress::bigint[]) as p(xid)
                           where pg_visible_in_snapshot(p.xid::text::xid8, s.snapshot))
          then pg_current_xact_id() end as next_xid,
-       coalesce(o.origin = concat_ws('.', (select system_identifier from pg_control_system()), 'event'::regclass::oid), false)
-         as is_current,
+       coalesce(o.origin = ff_event_origin(), false) as is_current,
        o.generation, o.origin, o.restored_event_id,
        (select r.origin from feed_origin r where r.generation = :generation) as earlier_origin,
        array(select r.restored_event_id from feed_origin r where r.generation >= :generation order by r.generation) as restored,

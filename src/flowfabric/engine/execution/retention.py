@@ -27,6 +27,8 @@ class Retention:
     def __init__(self, store: Store, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
         self._store = store
+        self._has_streams = True
+        """Whether there were streams at the last trim."""
 
     async def trim(self, limit: int = TRIM_LIMIT) -> int:
         """Delete ended executions past their retention, the oldest first; return how many."""
@@ -47,14 +49,19 @@ class Retention:
 
         async def batch(skipped: Sequence[UUID]) -> int:
             nonlocal is_cut
-            (frames,) = await self._store.fetch(
-                SQL.read_frames_to_trim, since=since, skipped=skipped, limit=limit, frames=FRAME_LIMIT
-            )
-            is_cut = frames["is_cut"]
-            if is_cut and not frames["fitting_ids"]:
-                await self._trim_frames(frames["next_partition"], frames["next_id"])
-                return 0
-            row = await take(only=frames["fitting_ids"] if is_cut else None, skipped=skipped)
+            only: Sequence[UUID] | None = None
+            is_cut = False
+            if self._has_streams:
+                (frames,) = await self._store.fetch(
+                    SQL.read_frames_to_trim, since=since, skipped=skipped, limit=limit, frames=FRAME_LIMIT
+                )
+                is_cut = frames["is_cut"]
+                if is_cut and not frames["fitting_ids"]:
+                    await self._trim_frames(frames["next_partition"], frames["next_id"])
+                    return 0
+                only = frames["fitting_ids"] if is_cut else None
+            row = await take(only=only, skipped=skipped)
+            self._has_streams = row["has_streams"]
             if not skipped and not is_cut:
                 # Not raised above skipped items: it would hide them when their pause is over.
                 watermark.move_to(row["reached"])

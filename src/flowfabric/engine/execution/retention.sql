@@ -1,7 +1,7 @@
 -- name: take_retained
 -- Deletes ended executions past their retention and all their rows, the oldest after :since first: only those in :only
--- unless that is null, and none of :skipped. Returns how many, and the time up to which none is left except locked and
--- skipped ones. Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
+-- unless that is null, and none of :skipped. Returns how many, the time up to which none is left except locked and skipped ones,
+-- and whether there are streams. Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
 with clock as materialized (select ff_now() as now),
 -- Whole rows of retained until :limit executions are reached, each locked as it is read; later rows are not locked.
 batch as materialized (
@@ -101,7 +101,8 @@ outcomes as (
                 select k.ctid as tid from idempotency_key k
                  where k.partition_key = d.partition_key and k.operation = 'suspend' and k.scope = d.execution_id offset 0) k
           where exists (select from suspension))))
-select (select count(*) from deleted) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached;
+select (select count(*) from deleted) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached,
+       exists (select from stream) as has_streams;
 
 -- name: read_frames_to_trim
 -- Whether the executions that take_retained would delete have more than :frames frames together (is_cut); if so, the first of
