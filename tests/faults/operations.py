@@ -10,7 +10,6 @@ from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import parts_of
-from flowfabric.feeds import OLDEST
 from flowfabric.model.attempt import FailureReason
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import ResumeGrant, ResumeToken
@@ -138,10 +137,21 @@ def _signal_run(engine: Engine, subject: Subject) -> Awaitable[object]:
 
 async def _follow(engine: Engine, feed: str, subject: Subject) -> None:
     """Read a feed until it has delivered an event of the subject."""
-    async with getattr(engine, feed)(OLDEST) as events:
+    async with getattr(engine, feed)(subject.cursor) as events:
         async for event in events:
             if event.execution_id == subject.execution_id:
                 return
+
+
+def _followed(feed: str, prepare: Prepare) -> Prepare:
+    """Prepare a subject whose events come after its cursor of a feed."""
+
+    async def prepared(subject: Subject) -> None:
+        async with getattr(subject.engine, feed)() as events:
+            subject.cursor = events.cursor
+        await prepare(subject)
+
+    return prepared
 
 
 def _claim(engine: Engine, subject: Subject) -> Awaitable[object]:
@@ -416,11 +426,14 @@ def _reads() -> list[Operation]:
     add("count_executions", completed, lambda e, s: e.count_executions(lane_id=s.lane_id))
     add("find_inconsistencies", completed, lambda e, _: e.find_inconsistencies())
     add("wait_for_ending", completed, lambda e, s: e.wait_for_ending(s.execution_id, timeout=10))
-    add("subscribe_completion", completed, lambda e, s: _follow(e, "subscribe_completion", s))
-    add("subscribe_lease_history", completed, lambda e, s: _follow(e, "subscribe_lease_history", s))
-    add("subscribe_signal_delivery", signalled, lambda e, s: _follow(e, "subscribe_signal_delivery", s))
-    add("subscribe_operator_events", resumed, lambda e, s: _follow(e, "subscribe_operator_events", s))
-    add("subscribe_instance_tags", of_instance, lambda e, s: _follow(e, "subscribe_instance_tags", s))
+    for feed, prepare in {
+        "subscribe_completion": completed,
+        "subscribe_lease_history": completed,
+        "subscribe_signal_delivery": signalled,
+        "subscribe_operator_events": resumed,
+        "subscribe_instance_tags": of_instance,
+    }.items():
+        add(feed, _followed(feed, prepare), lambda e, s, feed=feed: _follow(e, feed, s))  # type: ignore[misc]
     add("list_lanes", nothing, lambda e, _: e.list_lanes())
     add("server_time_ms", nothing, lambda e, _: e.server_time_ms())
     add("ping", nothing, lambda e, _: e.ping())

@@ -105,6 +105,7 @@ class Subject:
         self.grant: Granted
         self.wait: SuspendDetails
         self.pending: PendingWaitpoint
+        self.cursor: bytes
         self.ids = [uuid4() for _ in range(4)]
         """Ids for the arguments of a call, the same for repeated calls."""
 

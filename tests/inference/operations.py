@@ -7,6 +7,14 @@ error, so every such line states what must be refused.
 from typing import assert_type
 
 from flowfabric import Engine
+from flowfabric.feeds import (
+    CompletionEvent,
+    FeedEvent,
+    InstanceTagEvent,
+    LeaseEvent,
+    ScannerFilter,
+    Subscription,
+)
 from flowfabric.outcomes import ClaimedExecution, Created, Duplicate, Handle
 
 
@@ -20,6 +28,15 @@ async def inferred(engine: Engine) -> None:
     )
     assert_type(created, Created | Duplicate)
     assert_type(await Engine.get_execution_result(engine, created.execution_id), bytes | None)
+    subscription = engine.subscribe_completion(b"", ScannerFilter(namespace="n"))
+    assert_type(subscription, Subscription[CompletionEvent])
+    assert_type(await subscription, Subscription[CompletionEvent])
+    assert_type(Engine.subscribe_instance_tags(engine), Subscription[InstanceTagEvent])
+    async with engine.subscribe_lease_history() as leases:
+        async for event in leases:
+            assert_type(event, LeaseEvent)
+    followed: list[Subscription[FeedEvent]] = [subscription, leases]
+    assert_type(followed[0].cursor, bytes)
 
 
 async def refused(engine: Engine, handle: Handle) -> None:
@@ -27,4 +44,5 @@ async def refused(engine: Engine, handle: Handle) -> None:
     await engine.complete(1)  # type: ignore[arg-type]  # pyright: ignore
     await engine.complete(handle, b"1", b"2")  # type: ignore[call-arg]  # pyright: ignore
     await engine.claim(lane="default")  # type: ignore[call-arg]  # pyright: ignore
+    engine.subscribe_completion("text")  # type: ignore[arg-type]  # pyright: ignore
     await engine.make_coffee()  # type: ignore[attr-defined]  # pyright: ignore
