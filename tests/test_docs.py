@@ -28,7 +28,7 @@ from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
 import flowfabric
-from flowfabric import conditions, outcomes, streams
+from flowfabric import conditions, feeds, outcomes, streams
 from flowfabric import errors as public_errors
 from flowfabric import ids as public_ids
 from flowfabric import policy as public_policy
@@ -96,7 +96,7 @@ MODULES = (
     worker,
 )
 
-PUBLIC = (flowfabric, conditions, public_errors, public_ids, outcomes, public_policy, streams)
+PUBLIC = (flowfabric, conditions, public_errors, public_ids, outcomes, public_policy, feeds, streams)
 """The modules users import from."""
 
 _BLOCK = re.compile(r"^```(?P<mark>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -426,4 +426,5 @@ def test_every_ratio_of_the_benchmark_is_described_with_both_sizes_of_batch() ->
         "soak_last_tenth/soak_first_tenth",
         "count_1m_ended/group_by_1m_ended",
         "count_1m_waiting/group_by_1m_waiting",
+        "feed_catch_up_last/feed_catch_up_first",
     }

@@ -45,6 +45,24 @@ PRINTED = {
         "run 2 of the same attempt finds the signal 'timeout' from 'suspension_timeout'",
         "no answer, so: blue",
     ],
+    "token_stream.py": [
+        "before the disconnect: You asked: What ",
+        "after it:              is the answer? The answer is forty-two. ",
+        "10 tokens, none lost, none twice: 10",
+    ],
+    "build_log.py": [
+        "attempt 1 stdout: checkout 4f2a",
+        "attempt 1 stdout: test 4f2a",
+        "attempt 1 stderr: the test server does not answer",
+        "attempt 2 stdout: checkout 4f2a",
+        "attempt 2 stdout: test 4f2a",
+        "{'commit': '4f2a', 'steps': {'checkout': 'done', 'compile': 'done', 'test': 'done'}}",
+        "4f2a is built",
+    ],
+    "event_consumer.py": [
+        "invoiced before the restart: 2",
+        "invoiced after it: 5, every run of acme once: True",
+    ],
     "service.py": ["HELLO"],
 }
 """What each example prints, among other lines."""

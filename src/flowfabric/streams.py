@@ -1,5 +1,6 @@
 """The streams of attempts: frames and their modes as `append_frame` takes them, and what readers get."""
 
+from flowfabric.fabric.follow import RunFrame, RunFrames
 from flowfabric.model.stream import (
     AppendFrameOutcome,
     BestEffortLive,
@@ -17,9 +18,11 @@ from flowfabric.model.stream import (
     SummaryDocument,
     TailVisibility,
 )
-from flowfabric.model.summary import PatchKind
+from flowfabric.model.summary import NULL, PatchKind
+from flowfabric.worker.streaming import FrameWriter, SummaryWriter
 
 __all__ = [
+    "NULL",
     "AppendFrameOutcome",
     "BestEffortLive",
     "BestEffortLiveConfig",
@@ -30,10 +33,14 @@ __all__ = [
     "FrameId",
     "FrameKind",
     "FrameMode",
+    "FrameWriter",
     "PatchKind",
+    "RunFrame",
+    "RunFrames",
     "StreamFrame",
     "StreamFrames",
     "StreamMode",
     "SummaryDocument",
+    "SummaryWriter",
     "TailVisibility",
 ]

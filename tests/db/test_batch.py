@@ -292,3 +292,21 @@ async def test_no_item_is_forgotten_while_streams_start_and_stop() -> None:
                 await asyncio.sleep(0)
 
     await asyncio.wait_for(asyncio.gather(*(call(first) for first in range(0, 2000, 100))), 30)
+
+
+async def test_a_statement_takes_no_more_items_once_their_weights_reach_the_size() -> None:
+    taken: list[list[int]] = []
+
+    async def together(items: Sequence[int]) -> Sequence[int]:
+        taken.append(list(items))
+        return items
+
+    async def alone(item: int) -> int:
+        return item
+
+    batch: Batch[int, int] = Batch(
+        together, alone, keys=lambda item: (item,), size=10, streams=1, weigh=lambda item: item
+    )
+    items = [4, 5, 1, 20, 3, 6, 2]
+    assert await asyncio.gather(*(batch.put(item) for item in items)) == items
+    assert taken == [[4, 5, 1], [20], [3, 6, 2]]

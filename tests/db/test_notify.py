@@ -7,17 +7,19 @@ from contextlib import AsyncExitStack
 import asyncpg
 import pytest
 
+from faults.proxy import Proxy, Side
 from fixtures import Eventually
 from flowfabric.db.database import Database
 from flowfabric.db.migrate import check_schema_name
 from flowfabric.db.notify import EVERYTHING, Hints
+from flowfabric.engine.core.wakeups import Wakeups
 
 from .holders import fork, fork_is_intended
 
 SESSIONS = """from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()
                 and application_name = 'flowfabric'"""
-LISTENERS = f"select count(*) {SESSIONS} and query like '/* probe */%'"
-END_LISTENERS = f"select pg_terminate_backend(pid) {SESSIONS} and query like '/* probe */%'"
+LISTENERS = f"select count(*) {SESSIONS} and query like '/* listener */%'"
+END_LISTENERS = f"select pg_terminate_backend(pid) {SESSIONS} and query like '/* listener */%'"
 END_ALL = f"select pg_terminate_backend(pid) {SESSIONS}"
 
 Open = Callable[..., Awaitable[Hints]]
@@ -36,8 +38,8 @@ async def hints(url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Open
     monkeypatch.setattr(Hints, "LISTEN_SECONDS", 60.0)
     async with AsyncExitStack() as stack:
 
-        async def open_hints(*, schema: str = "flowfabric", polls_only: bool = False) -> Hints:
-            database = await Database.open(url, schema=schema, pool_size=1)
+        async def open_hints(*, address: str = url, schema: str = "flowfabric", polls_only: bool = False) -> Hints:
+            database = await Database.open(address, schema=schema, pool_size=1)
             stack.push_async_callback(database.close)
             hints = Hints(database, polls_only=polls_only)
             stack.push_async_callback(hints.close)
@@ -139,25 +141,82 @@ async def test_concurrent_hints_are_sent_in_one_batch(hints: Open, eventually: E
     await eventually(lambda: heard.hints[1:] == [[f"lane{n}" for n in range(10)]])
 
 
-async def test_hints_work_in_a_schema_with_the_longest_name(hints: Open, eventually: Eventually) -> None:
+async def test_hints_of_all_channels_are_sent_in_one_statement(url: str, hints: Open, eventually: Eventually) -> None:
+    channels = await channels_of(hints)
+    async with Proxy(url) as proxy:
+        sender, listener = await hints(address=proxy.url), await hints()
+        heard = {channel: Heard(listener, channel) for channel in channels}
+        await listener.listen()
+        messages = []
+        # The first one opens the connection and prepares the statement.
+        for batch in (channels[:1], channels[:1], channels):
+            for ear in heard.values():
+                ear.forget()
+            proxy.arm(None)
+            for channel in batch:
+                sender.send(channel, "a")
+            await eventually(lambda batch=batch: all(heard[channel].words == ["a"] for channel in batch))
+            messages.append(proxy.counted(Side.CLIENT))
+        assert len(channels) == 9
+        assert messages[1] == messages[2] < messages[0]
+        await sender.close()
+
+
+async def channels_of(hints: Open) -> list[str]:
+    """The channels that an engine subscribes to."""
+    engine = await hints()
+    Wakeups(engine)
+    return list(engine._callbacks)
+
+
+async def test_every_channel_works_in_a_schema_with_the_longest_name(hints: Open, eventually: Eventually) -> None:
+    channels = await channels_of(hints)
     schema = check_schema_name("s" * 57)
     sender, listener = await hints(schema=schema), await hints(schema=schema)
-    heard = {channel: Heard(listener, channel) for channel in ("work", "ended")}
+    elsewhere = await hints(schema="s" * 56 + "t")
+    heard = {channel: Heard(listener, channel) for channel in channels}
+    silent = {channel: Heard(elsewhere, channel) for channel in channels}
     await listener.listen()
-    for channel in heard:
-        sender.send(channel, "a")
-    await eventually(lambda: all(ear.words == ["a"] for ear in heard.values()))
+    await elsewhere.listen()
+    for channel in channels:
+        sender.send(channel, channel)
+    await eventually(lambda: all(heard[channel].words == [channel] for channel in channels))
+    # Sent last, so received last.
+    (await hints(schema="s" * 56 + "t")).send("work", "last")
+    await eventually(lambda: silent["work"].words == ["last"])
+    assert [channel for channel in channels if silent[channel].words] == ["work"]
 
 
-async def test_more_words_than_fit_into_a_hint_become_everything(hints: Open, eventually: Eventually) -> None:
+@pytest.mark.parametrize("letter", ["x", "é"])
+async def test_words_that_need_up_to_four_notifications_all_arrive(
+    letter: str, hints: Open, eventually: Eventually
+) -> None:
     sender, listener = await hints(), await hints()
     heard = Heard(listener, "work")
     await listener.listen()
     heard.forget()
-    for n in range(1000):
-        sender.send("work", f"a-lane-with-a-long-name-{n}")
-    await eventually(lambda: heard.hints)
-    assert heard.hints[0] == [EVERYTHING]
+    # 69 words of 100 bytes fit into one.
+    words = [f"{nth:03}{letter * (97 // len(letter.encode()))}"[:100] for nth in range(4 * 69)]
+    for word in words:
+        sender.send("work", word)
+    await eventually(lambda: len(heard.words) == len(words))
+    assert (sorted(heard.words), len(heard.hints)) == (words, 4)
+
+
+async def test_more_words_than_fit_into_four_notifications_become_everything(
+    hints: Open, eventually: Eventually
+) -> None:
+    sender, listener = await hints(), await hints()
+    work, ended = Heard(listener, "work"), Heard(listener, "ended")
+    await listener.listen()
+    for too_many in ([f"{nth:099}" for nth in range(4 * 70 + 1)], ["x" * 7_000]):
+        work.forget()
+        ended.forget()
+        for word in too_many:
+            sender.send("work", word)
+        sender.send("ended", "a")
+        await eventually(lambda: work.hints and ended.hints)
+        assert (work.hints, ended.hints) == ([[EVERYTHING]], [["a"]])
 
 
 async def test_a_lost_listener_reconnects_and_reports_the_gap(
@@ -217,6 +276,45 @@ async def test_an_engine_that_only_polls_sends_hints_but_does_not_listen(
     assert await other.fetchval(LISTENERS) == 1
 
 
+async def test_a_hint_that_can_wait_is_sent_with_the_next_one(
+    hints: Open, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hints, "WAIT_SECONDS", 3600.0)
+    sender, listener = await hints(), await hints()
+    waiting, work = Heard(listener, "waiting"), Heard(listener, "work")
+    await listener.listen()
+    for word in ("one", "two"):
+        sender.send("waiting", word, can_wait=True)
+    # Hints arrive in order: when this one is here, earlier ones would be here too.
+    (await hints()).send("work", "other")
+    await eventually(lambda: work.words == ["other"])
+    assert waiting.words == []
+    sender.send("work", "now")
+    await eventually(lambda: (sorted(waiting.words), work.words) == (["one", "two"], ["other", "now"]))
+
+
+async def test_a_hint_that_can_wait_is_sent_alone_after_a_time(hints: Open, eventually: Eventually) -> None:
+    sender, listener = await hints(), await hints()
+    heard = Heard(listener, "waiting")
+    await listener.listen()
+    for word in ("one", "two"):
+        sender.send("waiting", word, can_wait=True)
+        await eventually(lambda word=word: heard.words[-1:] == [word])
+
+
+async def test_closing_sends_a_hint_that_waits(
+    hints: Open, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hints, "WAIT_SECONDS", 3600.0)
+    monkeypatch.setattr(Hints, "CLOSE_SECONDS", 60.0)
+    sender, listener = await hints(), await hints()
+    heard = Heard(listener, "waiting")
+    await listener.listen()
+    sender.send("waiting", "last", can_wait=True)
+    await sender.close()
+    await eventually(lambda: heard.words == ["last"])
+
+
 async def test_closing_sends_pending_hints(
     hints: Open, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +341,21 @@ async def test_closing_ends_the_connections(hints: Open, other: asyncpg.Connecti
 async def no_sessions(other: asyncpg.Connection) -> bool:
     # The pool keeps its one connection.
     return bool(await other.fetchval(f"select count(*) <= 1 {SESSIONS}"))
+
+
+async def test_a_busy_sender_can_listen(hints: Open, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hints and probes are sent over one connection, which runs one statement at a time."""
+    monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(Hints, "PAUSE", 0.0001)
+    busy, listener = await hints(), await hints()
+    own, heard = Heard(busy, "work"), Heard(listener, "work")
+    await busy.listen()
+    await listener.listen()
+    words = [f"n{nth}" for nth in range(100)]
+    for word in words:
+        busy.send("work", word)
+        await eventually(lambda word=word: word in heard.words)
+    assert (heard.words, own.hints) == (words, [[EVERYTHING]])
 
 
 async def test_hints_that_were_never_used_can_be_closed_twice(hints: Open) -> None:

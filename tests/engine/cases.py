@@ -33,6 +33,9 @@ with executions as (delete from execution),
      waitpoints as (delete from waitpoint),
      signals as (delete from signal),
      batches as (delete from retained),
+     streams as (delete from stream),
+     frames as (delete from stream_frame),
+     summaries as (delete from stream_summary),
      lanes as (update lane set state = 'active' where state <> 'active')
 delete from event
 """

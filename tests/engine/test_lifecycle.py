@@ -9,11 +9,13 @@ import asyncpg
 import pytest
 
 from databases import execute
-from fixtures import Eventually, Rows
+from fixtures import Eventually, Given, Rows
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import load_migrations
 from flowfabric.engine.engine import Engine, second_engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import TransportError, UnavailableError
+from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.support import Applied, NothingToPrepare
 from flowfabric.settings import Settings
 
@@ -171,3 +173,17 @@ async def test_a_second_engine_uses_the_same_store(engine: Engine) -> None:
     async with second_engine(engine) as other:
         made = await other.create_execution(**new())
     assert await engine.read_execution_state(made.execution_id) == "waiting"
+
+
+async def test_a_second_engine_waits_without_a_connection_for_notifications(
+    engine: Engine, given: Given, eventually: Eventually, connection: asyncpg.Connection
+) -> None:
+    handle = await given.claimed()
+    async with second_engine(engine) as other:
+        waits = [asyncio.create_task(each.wait_for_ending(handle.execution_id)) for each in (engine, other)]
+        await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
+        await engine.complete(handle)
+        assert {(await wait).outcome for wait in waits} == {TerminalOutcome.SUCCESS}
+        assert not parts_of(other).wakeups.hints.is_listening
+        listeners = "select count(*) from pg_stat_activity where datname = current_database() and query like $1"
+        assert await connection.fetchval(listeners, "/* listener */%") == 1

@@ -18,7 +18,7 @@ def test_every_operation_is_listed() -> None:
 def test_an_operation_has_the_signature_and_docstring_of_its_method() -> None:
     for name in OPERATIONS:
         method = getattr(Engine, name)
-        assert inspect.iscoroutinefunction(method), name
+        assert inspect.iscoroutinefunction(method) is not name.startswith("subscribe_"), name
         assert method.__name__ == name
         assert method.__doc__, name
         parameters = [*inspect.signature(method).parameters.values()][1:]

@@ -8,11 +8,14 @@ from typing import Any
 
 from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import parts_of
+from flowfabric.feeds import OLDEST
 from flowfabric.model.attempt import FailureReason
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
+from flowfabric.model.stream import DurableSummary, Frame
 
 from .preparations import (
     LARGE_INPUT,
@@ -37,11 +40,16 @@ from .preparations import (
     registration,
     resumable,
     resume_granted,
-    streamed,
+    resumed,
+    signalled,
+    streaming,
+    streaming_lease_expired,
+    streaming_past_lease,
     suspend_args,
     suspended,
     tagged,
     waiting_for_run_signal,
+    with_expired_stream,
     with_waitpoint,
 )
 from .scene import LEASE_MS, MINUTE, SECRET, WORKER, Subject
@@ -50,6 +58,8 @@ Prepare = Callable[[Subject], Awaitable[None]]
 Call = Callable[[Engine, Subject], Awaitable[object]]
 
 LARGE = {"input_payload": LARGE_INPUT}
+FRAME = Frame(bytes=b"frame", correlation_id="c")
+PATCH = Frame(bytes=b'{"b": 2}', mode=DurableSummary())
 RAISED = FailureReason("x", error_type="ValueError", traceback="Traceback\n" * 500)
 
 
@@ -74,7 +84,10 @@ class Operation:
 def public_operations() -> set[str]:
     """The names of the asynchronous operations of the engine."""
     return {
-        name for name in dir(Engine) if not name.startswith("_") and inspect.iscoroutinefunction(getattr(Engine, name))
+        name
+        for name in dir(Engine)
+        if not name.startswith("_")
+        and (inspect.iscoroutinefunction(getattr(Engine, name)) or isinstance(vars(Engine).get(name), operation))
     }
 
 
@@ -121,6 +134,14 @@ def _signal_run(engine: Engine, subject: Subject) -> Awaitable[object]:
     fabric = Fabric()
     fabric._engine, fabric._loop = engine, asyncio.get_running_loop()
     return fabric.run(subject.execution_id).signal("wait", {}, id=subject.name, timeout=0)
+
+
+async def _follow(engine: Engine, feed: str, subject: Subject) -> None:
+    """Read a feed until it has delivered an event of the subject."""
+    async with getattr(engine, feed)(OLDEST) as events:
+        async for event in events:
+            if event.execution_id == subject.execution_id:
+                return
 
 
 def _claim(engine: Engine, subject: Subject) -> Awaitable[object]:
@@ -228,8 +249,40 @@ def _operations() -> list[Operation]:
         lambda e, s: e.create_waitpoint(s.handle, waitpoint_key="wait", expires_in_ms=MINUTE),
         is_idempotent=False,
     )
+    found += _streams()
     found += _service_operations()
     found += _reads()
+    return found
+
+
+def _streams() -> list[Operation]:
+    found: list[Operation] = []
+
+    def add(name: str, prepare: Prepare, call: Call, variant: str = "", *, is_idempotent: bool = True) -> None:
+        found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, is_idempotent=is_idempotent))
+
+    # Every call appends another frame.
+    add("append_frame", claimed, lambda e, s: e.append_frame(s.handle, FRAME), "the first", is_idempotent=False)
+    add("append_frame", streaming, lambda e, s: e.append_frame(s.handle, FRAME), "a further one", is_idempotent=False)
+    add("append_frame", streaming, lambda e, s: e.append_frame(s.handle, PATCH), "a patch", is_idempotent=False)
+    add(
+        "append_frame",
+        streaming,
+        lambda e, s: asyncio.gather(*(e.append_frame(s.handle, each) for each in (FRAME, PATCH, FRAME))),
+        "several",
+        is_idempotent=False,
+    )
+    add("complete", streaming, lambda e, s: e.complete(s.handle, b"x"), "with a stream")
+    add("fail", streaming, lambda e, s: e.fail(s.handle, reason="x"), "with a stream")
+    add("suspend", streaming, lambda e, s: e.suspend(s.handle, suspend_args(s)), "with a stream")
+    add(
+        "mark_lease_expired_if_due",
+        streaming_past_lease,
+        lambda e, s: e.mark_lease_expired_if_due(s.execution_id),
+        "with a stream",
+    )
+    add("claim", streaming_lease_expired, _claim, "an expired lease with a stream")
+    add("expire_streams", with_expired_stream, lambda e, _: parts_of(e).stream_expiry.sweep_batch())
     return found
 
 
@@ -334,15 +387,15 @@ def _reads() -> list[Operation]:
     add("list_pending_waitpoints", suspended, lambda e, s: e.list_pending_waitpoints(execution_id=s.execution_id))
     add("list_suspended", suspended, lambda e, _: e.list_suspended())
     add("observe_signals", suspended, lambda e, s: e.observe_signals(s.handle))
-    add("read_stream", streamed, lambda e, s: e.read_stream(s.execution_id, 0))
-    add("tail_stream", streamed, lambda e, s: e.tail_stream(s.execution_id, 0, block_ms=1000))
+    add("read_stream", streaming, lambda e, s: e.read_stream(s.execution_id, 0))
+    add("tail_stream", streaming, lambda e, s: e.tail_stream(s.execution_id, 0, block_ms=1000))
     add(
         "tail_stream",
-        streamed,
+        streaming,
         lambda e, s: e.tail_stream(s.execution_id, 0, after="9999999999999-0", block_ms=50),
         "until the end of its wait",
     )
-    add("read_summary", streamed, lambda e, s: e.read_summary(s.execution_id, 0))
+    add("read_summary", streaming, lambda e, s: e.read_summary(s.execution_id, 0))
     add("get_execution_tag", tagged, lambda e, s: e.get_execution_tag(s.execution_id, "app.key"))
     add("explain", created, lambda e, s: e.explain(s.execution_id))
     add("list_waitpoint_hmac_kids", nothing, lambda e, _: e.list_waitpoint_hmac_kids())
@@ -363,6 +416,11 @@ def _reads() -> list[Operation]:
     add("count_executions", completed, lambda e, s: e.count_executions(lane_id=s.lane_id))
     add("find_inconsistencies", completed, lambda e, _: e.find_inconsistencies())
     add("wait_for_ending", completed, lambda e, s: e.wait_for_ending(s.execution_id, timeout=10))
+    add("subscribe_completion", completed, lambda e, s: _follow(e, "subscribe_completion", s))
+    add("subscribe_lease_history", completed, lambda e, s: _follow(e, "subscribe_lease_history", s))
+    add("subscribe_signal_delivery", signalled, lambda e, s: _follow(e, "subscribe_signal_delivery", s))
+    add("subscribe_operator_events", resumed, lambda e, s: _follow(e, "subscribe_operator_events", s))
+    add("subscribe_instance_tags", of_instance, lambda e, s: _follow(e, "subscribe_instance_tags", s))
     add("list_lanes", nothing, lambda e, _: e.list_lanes())
     add("server_time_ms", nothing, lambda e, _: e.server_time_ms())
     add("ping", nothing, lambda e, _: e.ping())

@@ -37,6 +37,33 @@ async def claimed(subject: Subject, *, lease_ttl_ms: int = LEASE_MS, **overrides
     subject.handle = handle
 
 
+async def streaming(subject: Subject, **overrides: Any) -> None:
+    """A running execution with a frame and a summary."""
+    await claimed(subject, **overrides)
+    await subject.engine.append_frame(subject.handle, Frame(bytes=b"first"))
+    await subject.engine.append_frame(subject.handle, Frame(bytes=b'{"a": 1}', mode=DurableSummary()))
+
+
+async def streaming_lease_expired(subject: Subject) -> None:
+    """An execution with a stream whose lease is marked as expired."""
+    await streaming(subject)
+    await subject.clock.advance(ms=LEASE_MS)
+    await subject.engine.mark_lease_expired_if_due(subject.execution_id)
+
+
+async def streaming_past_lease(subject: Subject) -> None:
+    """An execution with a stream past the end of its lease."""
+    await streaming(subject)
+    await subject.clock.advance(ms=LEASE_MS)
+
+
+async def with_expired_stream(subject: Subject) -> None:
+    """An execution whose closed stream has expired."""
+    await streaming(subject, policy={"stream_policy": {"retention_ttl_ms": MINUTE}})
+    await subject.engine.complete(subject.handle, b"done")
+    await subject.clock.advance(ms=2 * MINUTE)
+
+
 async def delayed(subject: Subject) -> None:
     """An execution that its worker has delayed."""
     await claimed(subject)
@@ -60,8 +87,8 @@ async def completed(subject: Subject) -> None:
 
 
 async def past_retention(subject: Subject) -> None:
-    """An ended execution past its retention, with a tag, a large input and a large result."""
-    await claimed(
+    """An ended execution past its retention, with a tag, a large input, a large result and a stream."""
+    await streaming(
         subject,
         policy={"stream_policy": {"retention_ttl_ms": MINUTE}},
         tags={"app.key": "value"},
@@ -136,6 +163,23 @@ async def suspended(subject: Subject, **overrides: Any) -> None:
     subject.handle = outcome.handle
 
 
+async def signalled(subject: Subject) -> None:
+    """An execution whose wait a signal has satisfied."""
+    await suspended(subject)
+    await subject.engine.deliver_signal(
+        execution_id=subject.execution_id,
+        waitpoint_id=subject.wait.waitpoint_id,
+        waitpoint_token=subject.wait.waitpoint_token,
+        signal_name="ready",
+    )
+
+
+async def resumed(subject: Subject) -> None:
+    """An execution that an operator has resumed."""
+    await suspended(subject)
+    await subject.engine.resume_execution(execution_id=subject.execution_id)
+
+
 async def waiting_for_run_signal(subject: Subject) -> None:
     """An execution that waits for a signal with the name of its wait, as `ctx.wait_for_signal` does."""
     await suspended(subject, resume_condition=Single(waitpoint_key="wait", matcher=ByName("wait")))
@@ -153,13 +197,6 @@ async def with_waitpoint(subject: Subject) -> None:
     subject.pending = await subject.engine.create_waitpoint(
         subject.handle, waitpoint_key="wait", expires_in_ms=10 * MINUTE
     )
-
-
-async def streamed(subject: Subject) -> None:
-    """A running execution with a stream and a summary."""
-    await claimed(subject)
-    await subject.engine.append_frame(subject.handle, Frame(bytes=b"one"))
-    await subject.engine.append_frame(subject.handle, Frame(bytes=b'{"a": 1}', mode=DurableSummary()))
 
 
 async def registered(subject: Subject) -> None:

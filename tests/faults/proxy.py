@@ -15,7 +15,7 @@ _GSS_REQUEST = 80877104
 _STARTUP = b"\x00\x03\x00\x00"
 _READ = 65536
 _RESET = struct.pack("ii", 1, 0)
-_COMMAND_COMPLETE, _READY = b"C", b"Z"
+_COMMAND_COMPLETE, _NOTIFICATION, _READY = b"C", b"A", b"Z"
 
 
 class Side(StrEnum):
@@ -136,6 +136,7 @@ class Link:
         """The parameters of the startup packet, once it has arrived."""
         self._is_cut = False
         self._drops_answer = False
+        self._awaits_answer = True
         self._tasks = [asyncio.create_task(self._pump(side)) for side in Side]
         self._closing: asyncio.Task[None] | None = None
 
@@ -237,8 +238,9 @@ class Link:
         )
 
     async def _pass(self, side: Side, message: bytes, writer: asyncio.StreamWriter) -> None:
-        if side is Side.SERVER and message[:1] in self._proxy.swallows:
+        if side is Side.SERVER and self._proxy.is_swallowed(message[:1], awaits_answer=self._awaits_answer):
             return
+        self._awaits_answer = side is Side.CLIENT or (self._awaits_answer and message[:1] != _READY)
         fault = self._proxy.count(side)
         match fault.action if fault is not None else None:
             case Action.CUT_BEFORE:
@@ -278,6 +280,8 @@ class Proxy:
         """The startup parameters that are not forwarded to the server."""
         self.swallows: frozenset[bytes] = frozenset()
         """The types of server messages that are not forwarded to the client."""
+        self.pools_transactions = False
+        """Whether notifications reach a client only while it awaits an answer, as from a pooler in transaction mode."""
         self.links: set[Link] = set()
         self.triggered = 0
         """How many armed faults have happened: 0 or 1 since `arm`."""
@@ -372,6 +376,10 @@ class Proxy:
         async with asyncio.timeout(seconds):
             while not holds():
                 await asyncio.wait(self._tasks, timeout=0.005)
+
+    def is_swallowed(self, kind: bytes, *, awaits_answer: bool) -> bool:
+        """Whether a server message of this type is not forwarded to a client that awaits an answer, or none."""
+        return kind in self.swallows or (self.pools_transactions and kind == _NOTIFICATION and not awaits_answer)
 
     def expect_one_byte(self, link: Link) -> None:
         """Expect the one-byte answer to an encryption request on this connection."""

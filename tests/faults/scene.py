@@ -51,6 +51,9 @@ _EXECUTION_TABLES = (
     "suspension",
     "waitpoint",
     "signal",
+    "stream",
+    "stream_frame",
+    "stream_summary",
 )
 _ROWS = f"""
 with own as materialized (

@@ -9,8 +9,8 @@ import pytest
 from fixtures import Eventually
 from flowfabric.db.database import Database
 from flowfabric.db.faults import StoreFault
-from flowfabric.db.notify import Hints
-from flowfabric.db.session import Limits
+from flowfabric.db.notify import EVERYTHING, Hints
+from flowfabric.db.session import NO_LIMITS, Limits
 from flowfabric.db.statements import Statement
 
 from .proxy import Proxy
@@ -148,6 +148,114 @@ async def test_a_connection_that_receives_no_notifications_does_not_count_as_lis
         assert not hints.is_listening
         proxy.swallows = frozenset()
         await eventually(lambda: hints.is_listening)
+    finally:
+        await hints.close()
+
+
+async def test_a_listener_that_stops_receiving_notifications_is_noticed_by_the_next_probe(
+    database: Database,
+    proxy: Proxy,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its subscription is gone, but its connection still answers: for example after UNLISTEN by a pooler."""
+    monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.1)
+    hints = Hints(database)
+    received: list[list[str]] = []
+    hints.subscribe("work", received.append)
+    try:
+        await hints.listen()
+        assert hints.is_listening
+        monkeypatch.setattr(Hints, "PROBE_TIMEOUT_SECONDS", 0.2)
+        for _ in range(2):
+            received.clear()
+            proxy.swallows = frozenset({NOTIFICATION})
+            await eventually(lambda: not hints.is_listening)
+            proxy.swallows = frozenset()
+            await eventually(lambda: hints.is_listening)
+            assert received == [[EVERYTHING]], "the hints of the gap are missing"
+        assert caplog.text.count("LISTEN receives nothing over this connection") == 1
+    finally:
+        await hints.close()
+
+
+async def test_a_probe_that_arrives_only_with_an_answer_proves_nothing(
+    database: Database,
+    proxy: Proxy,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A pooler in transaction mode may run the statements of the listener where it is subscribed."""
+    monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(Hints, "PROBE_TIMEOUT_SECONDS", 0.2)
+    proxy.pools_transactions = True
+    hints = Hints(database)
+    received: list[list[str]] = []
+    hints.subscribe("work", received.append)
+    try:
+        assert hints.start_listening()
+        # Every probe that fails leads to another connection.
+        await eventually(lambda: proxy.connections >= 8)
+        assert (hints.is_listening, received) == (False, [])
+        assert caplog.text.count("LISTEN receives nothing over this connection") == 1
+    finally:
+        await hints.close()
+
+
+@pytest.mark.parametrize("silent", ["listening", "sending"])
+async def test_a_listener_with_a_silent_connection_reconnects_and_does_not_count_as_deaf(
+    silent: str,
+    proxy: Proxy,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(Hints, "PROBE_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(Hints, "SEND_SECONDS", 0.5)
+    database = await Database.open(proxy.url, schema="flowfabric", pool_size=1, limits=NO_LIMITS)
+    hints = Hints(database)
+    received: list[list[str]] = []
+    hints.subscribe("work", received.append)
+    links = {"pool": set(proxy.links)}
+    try:
+        hints.send("work", "first")
+        await eventually(lambda: hints._sender is None or hints._sender.done())
+        links["sending"] = proxy.links - links["pool"]
+        await hints.listen()
+        links["listening"] = proxy.links - links["pool"] - links["sending"]
+        assert {name: len(each) for name, each in links.items()} == {"pool": 1, "sending": 1, "listening": 1}
+        proxy.silence(links[silent])
+        await eventually(lambda: received == [[EVERYTHING], [EVERYTHING]])
+        assert "LISTEN receives nothing over this connection" not in caplog.text
+    finally:
+        await hints.close()
+        proxy.heal()
+        await database.close()
+
+
+async def test_a_listener_that_is_lost_during_a_probe_reconnects_soon(
+    database: Database,
+    proxy: Proxy,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(Hints, "PROBE_TIMEOUT_SECONDS", 600.0)
+    monkeypatch.setattr(Hints, "PROBE_SECONDS", 600.0)
+    proxy.swallows = frozenset({NOTIFICATION})
+    hints = Hints(database)
+    hints.subscribe("work", lambda _: None)
+    try:
+        assert hints.start_listening()
+        # The pool, the listener and the sender of the probe.
+        await eventually(lambda: len(proxy.links) == 3 and not hints._sending_lock.locked())
+        proxy.swallows = frozenset()
+        proxy.cut()
+        await eventually(lambda: hints.is_listening)
+        assert "LISTEN receives nothing over this connection" not in caplog.text
     finally:
         await hints.close()
 

@@ -90,3 +90,9 @@ async def test_every_statement_that_writes_events_has_a_transaction_id_before(
 
     queries = await checked.fetch("select distinct query from test_writer")
     assert {match[1] for row in queries if (match := re.match(r"/\* (\w+) \*/", row["query"]))} == WRITERS
+
+
+async def test_event_ids_are_drawn_one_by_one(connection: asyncpg.Connection) -> None:
+    """A session that caches numbers of the sequence would use low ones late."""
+    query = "select seqcache from pg_sequence where seqrelid = pg_get_serial_sequence('event', 'event_id')::regclass"
+    assert await connection.fetchval(query) == 1

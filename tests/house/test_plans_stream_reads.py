@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ LIMIT = 10
 LONG = format_execution_id(1, "11111111-1111-1111-1111-111111111111")
 """The execution with two attempts of FRAMES frames each."""
 RETRY = {"retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 0}}}
-WORKER = {"worker_id": "w", "worker_instance_id": "w-1"}
+WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
 
 
 async def append(engine: Engine, handle: Handle, count: int) -> None:

@@ -32,7 +32,7 @@ VECTOR = (
     "attempt_state",
 )
 
-CREATES = {"insert_executions", "insert_alike"}
+CREATES = {"insert_executions", "insert_alike", "insert_alike_of_instances"}
 MOVES = {
     "claim_by_route",
     "claim_by_queue",
@@ -216,7 +216,7 @@ KINDS = {
     "complete_leases": {EventKind.RELEASED},
     "end_leases": {EventKind.RELEASED, EventKind.ENDED, EventKind.EXPIRED},
     "insert_deliveries": {EventKind.SIGNAL},
-    "insert_alike": {EventKind.TAG_ATTACHED},
+    "insert_alike_of_instances": {EventKind.TAG_ATTACHED},
     "insert_executions": {EventKind.TAG_ATTACHED},
 }
 """The kinds of events that statements write; resume_locked and set_tags take the kind from a parameter or a list."""

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, assert_type
 import pydantic
 
 from flowfabric import Context, Fabric, Run
+from flowfabric.streams import NULL, Durable, FrameKind, RunFrame
 
 Item = TypeVar("Item")
 
@@ -140,8 +141,23 @@ async def waits(ctx: Context) -> None:
     assert_type(await ctx.wait_for_signal("n", Order, timeout=1, default=None), Order | None)
 
 
+async def streams(ctx: Context, run: Run[int]) -> None:
+    """Write to a stream and a summary, and read them."""
+    await ctx.stream.write("token")
+    await ctx.stream.write(b"token", kind=FrameKind.STDERR, mode=Durable(), flush=True)
+    assert_type(await ctx.summary.patch({"done": 3, "of": NULL, "by": None}), int)
+    assert_type(ctx.from_thread(ctx.summary.patch({})), int)
+    async for frame in run.stream(after="0:1-0", attempt=1):
+        assert_type(frame, RunFrame)
+        assert_type((frame.id, frame.attempt, frame.payload, frame.text), tuple[str, int, bytes, str])
+    assert_type([frame async for frame in run.stream()], list[RunFrame])
+    assert_type(await run.summary(), dict[str, Any] | None)
+
+
 async def refused(ctx: Context) -> None:
     """Every line here is wrong."""
+    await ctx.stream.write(7)  # type: ignore[arg-type]  # pyright: ignore
+    await ctx.summary.patch(["done"])  # type: ignore[arg-type]  # pyright: ignore
     await add.submit()  # type: ignore[call-overload]  # pyright: ignore
     await add.submit("1")  # type: ignore[call-overload]  # pyright: ignore
     await add.submit(1, 2, 3)  # type: ignore[call-overload]  # pyright: ignore

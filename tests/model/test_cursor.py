@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,10 +132,10 @@ def test_a_window_starts_with_late_events_only_if_a_transaction_may_have_ended()
     between = POSITION.closed()
     assert (between.floor, between.last, between.window, between.before) == (420, 420, None, WINDOW)
     later = Snapshot(xmax=1020, next_xid=1020, in_progress=(990,), restored_event_id=7)
-    opened = between.opened(later, newest=430)
+    opened = between.opened(later, generation=2, origin=1, newest=430)
     assert (opened.has_late_events, opened.after, opened.newest) == (False, 420, 430)
     ended = Snapshot(xmax=1020, next_xid=1020, in_progress=(), restored_event_id=7)
-    opened = between.opened(ended, newest=430)
+    opened = between.opened(ended, generation=2, origin=1, newest=430)
     assert (opened.has_late_events, opened.after) == (True, 0)
     assert opened.past_late_events().after == 420
 
@@ -143,7 +145,10 @@ def test_a_transaction_that_the_snapshot_does_not_list_may_end_later() -> None:
     now = Snapshot(xmax=1000, next_xid=1003, in_progress=(), restored_event_id=0)
     assert now.first_ended_by(now) is None
     assert now.first_ended_by(Snapshot(xmax=1002, next_xid=1005, in_progress=(), restored_event_id=0)) == 1000
-    assert not now.is_settled
+    # A snapshot of another server says nothing about them, except that they have ended.
+    elsewhere = Snapshot(xmax=5, next_xid=5, in_progress=(), restored_event_id=9)
+    assert now.first_ended_by(elsewhere) == 1000
+    assert BEFORE.first_ended_by(elsewhere) == 990
 
 
 def test_deleted_events_are_needed_if_they_may_be_unread() -> None:
@@ -165,6 +170,6 @@ def test_deleted_events_are_needed_if_they_may_be_unread() -> None:
 def test_a_position_beyond_a_restored_dump_goes_back_to_its_end() -> None:
     rewound = POSITION.rewound(310)
     assert (rewound.floor, rewound.newest, rewound.last, rewound.nth) == (300, 310, 310, 0)
-    assert POSITION.rewound(1000) == POSITION
+    assert replace(POSITION.rewound(1000), trims=5) == POSITION
     between = POSITION.closed().rewound(310)
     assert (between.floor, between.last) == (310, 310)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.summary import (
     MAX_PATCH_DEPTH,
-    NULL_SENTINEL,
+    NULL,
     decode_document,
     encode_document,
+    growth,
     merge_patch,
     read_patch,
 )
@@ -96,10 +97,17 @@ def test_the_document_of_before_is_not_changed() -> None:
 
 
 @given(objects, objects)
+def test_the_growth_of_a_document_is_that_of_its_bytes(document: Any, patch: Any) -> None:
+    before = merge_patch({}, document)
+    after = merge_patch(before, patch)
+    assert growth(before, patch) == len(encode_document(after)) - len(encode_document(before))
+
+
+@given(document=objects, patch=objects)
 def test_a_merged_document_has_no_sentinel_and_survives_its_bytes(document: Any, patch: Any) -> None:
     before = merge_patch({}, document)
-    after = merge_patch(before, {**patch, "s": [NULL_SENTINEL], "t": {"u": NULL_SENTINEL}})
-    assert NULL_SENTINEL not in json.dumps(after)
+    after = merge_patch(before, {**patch, "s": [NULL], "t": {"u": NULL}})
+    assert NULL not in json.dumps(after)
     assert decode_document(encode_document(after)) == after
     assert merge_patch(after, {}) == after
 

@@ -13,6 +13,7 @@ import pytest
 
 from engine.state import all_cases, new, rounds
 from fixtures import Eventually
+from flowfabric import Context, Fabric
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.execution import Created
@@ -136,6 +137,32 @@ async def test_everything_acknowledged_survives_a_killed_server_and_a_killed_ses
             await eventually(load.has_done(100))
         await check_load(store, load)
         await engine.ping()
+
+
+async def test_a_stream_and_its_reader_survive_a_killed_server(killable: KillableServer, store: str) -> None:
+    fabric, is_enough = Fabric(store), asyncio.Event()
+
+    @fabric.task
+    async def write(ctx: Context) -> int:
+        count = 0
+        while not is_enough.is_set():
+            await ctx.stream.write(str(count))
+            count += 1
+            await asyncio.sleep(0.001)
+        return count
+
+    async with fabric, fabric.worker(lease_ttl=60):
+        run = await write.submit()
+        found: list[str] = []
+        async for frame in run.stream():
+            found.append(frame.text)
+            if len(found) in (100, 300):
+                killable.kill()
+                await killable.start_again()
+            elif len(found) == 500:
+                is_enough.set()
+        count = await run.result(timeout=60)
+    assert found == [str(number) for number in range(count)]
 
 
 async def kill_session(url: str) -> None:

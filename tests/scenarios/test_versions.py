@@ -9,10 +9,14 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from engine.state import all_cases, new
-from fixtures import Clock, Engines, Eventually, Given, Rows
+from engine.state import all_cases, claim, new, refused
+from engine.stream.writing import append, payloads, read
+from fixtures import Clock, Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.db.migrate import FOLDER, load_migrations, migrate
+from flowfabric.engine import parts as parts_module
+from flowfabric.engine.core.consequence import Attachment
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.execution import Created, Duplicate
 from flowfabric.model.lease import Completed, Renewed, RetryScheduled
@@ -125,3 +129,47 @@ async def test_a_process_does_not_start_on_a_newer_breaking_schema(url: str, rel
                         async with Engine.connect(settings=Settings(database_url=url, migrate_on_start=migrates)):
                             pytest.fail("it started")
                 assert (refusal.value.code, refusal.value.retryable) == ("unavailable", False)
+
+
+@pytest.fixture
+async def previous(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine that ends executions without closing their streams, as a version without streams does."""
+    known = {bit: follow for bit, follow in parts_module.CONSEQUENCES.items() if bit is not Attachment.STREAM}
+    with monkeypatch.context() as patched:
+        patched.setattr(parts_module, "CONSEQUENCES", known)
+        return await engines()
+
+
+async def test_streams_of_attempts_that_a_version_without_streams_ended_are_closed(
+    engine: Engine, previous: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
+) -> None:
+    retried = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 0}}}
+    lanes = ("completed", "cancelled", "failed", "lost")
+    handles = [await given.claimed(lane_id=lane, policy=retried, lease_ttl_ms=30_000) for lane in lanes]
+    for handle in handles:
+        await append(engine, handle)
+    completed, cancelled, failed, lost = handles
+    await previous.complete(completed, b"")
+    await previous.cancel_execution(execution_id=cancelled.execution_id, reason="not wanted")
+    await previous.fail(failed, reason="no luck")
+    # That version keeps the bit of the stream.
+    await connection.execute("update execution set attached = 4 where execution_id = $1", uuid_of(failed.execution_id))
+    await clock.advance(ms=30_000)
+    assert await parts_of(previous).lease_expiry.mark_expired([lost.execution_id]) == 1
+    await refused(append(engine, lost), "stale_owner_cannot_append")
+    for handle in (completed, cancelled, failed):
+        await refused(append(engine, handle), "stream_closed")
+    for lane, handle in (("failed", failed), ("lost", lost)):
+        (run,) = await claim(engine, lane)
+        assert (await append(engine, run.handle, b"next attempt")).frame_count == 1
+        await refused(append(engine, handle), "stale_owner_cannot_append")
+        await engine.complete(run.handle, b"")
+        assert (await read(engine, run.handle)).closed_reason == "attempt_success"
+    assert [(await read(engine, handle)).closed_reason for handle in handles] == [
+        "attempt_success",
+        "attempt_cancelled",
+        "attempt_failure",
+        "reclaimed",
+    ]
+    assert [await payloads(engine, handle) for handle in handles] == [[b"x"]] * 4
+    assert await engine.find_inconsistencies() == []

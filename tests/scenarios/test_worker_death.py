@@ -74,6 +74,31 @@ async def test_the_runs_of_a_killed_worker_are_reclaimed(
     assert (len(ends), set(ends.values())) == (5, {1})
 
 
+async def test_a_reader_follows_the_stream_of_a_run_whose_worker_is_killed(
+    fabric: Fabric, start_worker: StartWorker, tmp_path: Path, clock: Clock
+) -> None:
+    await clock.stop()
+    run = await worker_process.write_until_gate.submit(str(tmp_path))
+    first = start_worker("first")
+    found: list[tuple[int, str]] = []
+    is_killed = False
+    async for frame in run.stream():
+        found.append((frame.attempt, frame.text))
+        if not is_killed and len(found) == 50:
+            first.kill()
+            is_killed = True
+            await clock.advance(ms=LEASE_TTL_MS + 1)
+            start_worker("second")
+        elif frame.attempt == 2 and frame.text == "50":
+            (tmp_path / "gate").touch()
+    count = await run.result(timeout=60)
+    before = [text for attempt, text in found if attempt == 1]
+    after = [text for attempt, text in found if attempt == 2]
+    assert before == [str(number) for number in range(len(before))]
+    assert after == [str(number) for number in range(count)]
+    assert found == [(1, text) for text in before] + [(2, text) for text in after]
+
+
 async def test_a_worker_that_froze_past_its_lease_cannot_complete(
     fabric: Fabric, start_worker: StartWorker, tmp_path: Path, eventually: Eventually, rows: Rows, clock: Clock
 ) -> None:

@@ -33,6 +33,17 @@ async def wait_for_gate(ctx: Context, folder: str) -> RunInfo:
 
 
 @fabric.task
+async def write_until_gate(ctx: Context, folder: str) -> int:
+    """Write numbers to the stream until a file named `gate` is there; return how many."""
+    count = 0
+    while not (Path(folder) / "gate").exists():
+        await ctx.stream.write(str(count))
+        count += 1
+        await asyncio.sleep(0.002)
+    return count
+
+
+@fabric.task
 async def pause(ctx: Context, seconds: float) -> RunInfo:
     """Sleep for some seconds."""
     await asyncio.sleep(seconds)

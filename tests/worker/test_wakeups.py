@@ -2,6 +2,7 @@
 
 import asyncio
 
+import asyncpg
 import pytest
 
 from fixtures import Engines, Eventually, StartWorker, Submit
@@ -53,6 +54,31 @@ async def test_an_idle_worker_is_notified_of_work_from_another_process(
         # Much less than the pause between two claims without a notification.
         ended = await other.wait_for_ending(made.execution_id, timeout=30)
         assert ended.outcome is TerminalOutcome.SUCCESS
+
+
+async def test_a_worker_its_heartbeat_and_a_waiter_share_one_connection_for_notifications(
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    eventually: Eventually,
+    connection: asyncpg.Connection,
+) -> None:
+    is_running, may_end = asyncio.Event(), asyncio.Event()
+
+    async def job() -> None:
+        is_running.set()
+        await may_end.wait()
+
+    worker = await start_worker({"job": job})
+    waiting = asyncio.create_task(engine.wait_for_ending(await submit(), timeout=60))
+    await is_running.wait()
+    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
+    assert worker._heartbeat is not None
+    worker._heartbeat.check_all()
+    may_end.set()
+    assert (await waiting).outcome is TerminalOutcome.SUCCESS
+    listeners = "select count(*) from pg_stat_activity where datname = current_database() and query like $1"
+    assert await connection.fetchval(listeners, "/* listener */%") == 1
 
 
 async def test_a_worker_that_cannot_listen_polls(engines: Engines, submit: Submit) -> None:

@@ -46,11 +46,18 @@ select max(e.event_id) from unnest($2::text[]) as k(kind)
        select event_id from "{{schema}}"."{{name}}"
         where kind = k.kind::"{{schema}}".event_kind and {_INDEX_CONDITION} order by event_id desc limit 1) e
 """
+# The transaction ids of restored events are of another server. Transaction ids rise with event ids, except those of
+# transactions that overlap, so the highest one is among the newest events.
+_NEWEST_XID = """
+select max(e.xid)
+  from (select xid from "{schema}"."{name}"
+         where event_id > coalesce((select max(restored_event_id) from "{schema}".feed_origin), 0)
+         order by event_id desc limit 10000) e
+"""
 _RECORD = """
 insert into "{schema}".feed_trim as t (family, event_id, xid)
 select $1, d.event_id, d.xid
-  from (select ({newest}) as event_id,
-               (select xid from "{schema}"."{name}" order by xid desc, event_id desc limit 1) as xid) d
+  from (select ({newest}) as event_id, coalesce(({newest_xid}), '0') as xid) d
  where d.event_id is not null
 on conflict (family) do update
    set event_id = greatest(t.event_id, excluded.event_id), xid = greatest(t.xid, excluded.xid), trims = t.trims + 1
@@ -140,9 +147,7 @@ async def _create(connection: Connection, schema: str, name: str) -> bool:
     async with _locked_transaction(connection, schema):
         if await _exists(connection, schema, name):
             return False
-        newest = await connection.fetchval(
-            f'select at from "{schema}".event_default order by xid desc, event_id desc limit 1'
-        )
+        newest = await connection.fetchval(f'select at from "{schema}".event_default order by event_id desc limit 1')
         if newest is not None:
             if first <= newest < end:
                 raise _Skipped(_IN_DEFAULT)
@@ -165,8 +170,9 @@ async def _detach(connection: Connection, schema: str, name: str, families: Mapp
         # Locks the tables before the rows of feed_trim: the statement that deletes single events does so too.
         await connection.execute(f'alter table "{schema}".event detach partition "{schema}"."{name}"')
         for family, kinds in sorted(families.items()):
-            newest = _NEWEST if kinds is None else _NEWEST_RARE
-            record = _RECORD.format(newest=newest.format(schema=schema, name=name), schema=schema, name=name)
+            newest = (_NEWEST if kinds is None else _NEWEST_RARE).format(schema=schema, name=name)
+            newest_xid = _NEWEST_XID.format(schema=schema, name=name)
+            record = _RECORD.format(newest=newest, newest_xid=newest_xid, schema=schema)
             await connection.execute(record, family, *(() if kinds is None else (kinds,)))
 
 

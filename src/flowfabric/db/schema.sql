@@ -33,6 +33,35 @@ create type waitpoint_state as enum ('pending', 'active', 'closed', 'expired');
 create function ff_confirm() returns boolean language sql volatile
 RETURN CASE WHEN (current_setting('synchronous_standby_names'::text) = ''::text) THEN true ELSE (pg_logical_emit_message(true, 'flowfabric'::text, ''::text) IS NOT NULL) END;
 
+create function ff_ended_stream(s stream, epoch bigint, reason text, at bigint) returns TABLE(released_epoch bigint, closed_at bigint, closed_reason text, expires_at bigint, sweep_at bigint) language sql stable parallel safe
+BEGIN ATOMIC
+ SELECT ff_ended_stream.epoch AS epoch,
+     c.closed_at,
+         CASE
+             WHEN (ff_ended_stream.reason = 'reclaimed'::text) THEN ff_ended_stream.reason
+             ELSE COALESCE((ff_ended_stream.s).closed_reason, ff_ended_stream.reason)
+         END AS "coalesce",
+     c.expires_at,
+     LEAST((ff_ended_stream.s).sweep_at, c.expires_at) AS "least"
+    FROM ( SELECT COALESCE((ff_ended_stream.s).closed_at, e.at) AS closed_at,
+                 CASE
+                     WHEN ((ff_ended_stream.s).closed_at IS NULL) THEN LEAST((ff_ended_stream.s).expires_at, (e.at + (ff_ended_stream.s).retention_ttl_ms))
+                     ELSE (ff_ended_stream.s).expires_at
+                 END AS expires_at
+            FROM ( SELECT
+                         CASE
+                             WHEN (ff_ended_stream.reason IS NOT NULL) THEN GREATEST(ff_ended_stream.at, (ff_ended_stream.s).last_frame_at)
+                             ELSE NULL::bigint
+                         END AS at) e) c;
+END;
+
+create function ff_event_origin() returns text language sql volatile
+as $body$
+  select concat_ws('.', (select system_identifier from pg_control_system()),
+                   greatest((select min_recovery_end_timeline from pg_control_recovery()), (select timeline_id from pg_control_checkpoint())),
+                   'event'::regclass::oid)
+$body$;
+
 create function ff_now() returns bigint language sql volatile parallel safe
 RETURN ((date_part('epoch'::text, clock_timestamp()) * (1000)::double precision))::bigint;
 
@@ -420,9 +449,12 @@ create table stream (
   retention_maxlen integer not null,
   retention_ttl_ms bigint,
   released_epoch bigint not null default 0,
+  numbered_epoch bigint not null default 0,
+  numbered_count bigint not null default 0,
   closed_at bigint,
   closed_reason text,
   expires_at bigint,
+  sweep_at bigint not null,
   constraint stream_pkey PRIMARY KEY (partition_key, execution_id, attempt_index),
   constraint stream_closed_has_reason CHECK ((closed_at IS NULL) = (closed_reason IS NULL)))
   with (fillfactor=50);
@@ -574,7 +606,7 @@ CREATE INDEX signal_of_waitpoint ON signal USING btree (waitpoint_id, sequence);
 
 CREATE UNIQUE INDEX signing_key_current ON signing_key USING btree (is_current) WHERE is_current;
 
-CREATE INDEX stream_due ON stream USING btree (expires_at) WHERE expires_at IS NOT NULL;
+CREATE INDEX stream_due ON stream USING btree (sweep_at);
 
 CREATE INDEX suspension_list ON suspension USING btree (suspended_at) WHERE close_reason IS NULL;
 

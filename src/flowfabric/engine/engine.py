@@ -202,7 +202,10 @@ class Engine:
 
 @asynccontextmanager
 async def second_engine(engine: Engine, *, pool_size: int = 1) -> AsyncIterator[Engine]:
-    """Open a second engine on the same store with its own connections, for a thread with its own event loop."""
+    """Open a second engine on the same store with its own connections, for a thread with its own event loop.
+
+    It sends hints to other processes but does not listen for theirs: its waits poll.
+    """
     lifecycle = engine._parts.lifecycle
     settings = lifecycle.address.model_copy(update={"database_pool_size": pool_size})
     async with Engine._on(await Lifecycle.open(settings, first=lifecycle)) as other:

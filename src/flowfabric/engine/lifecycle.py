@@ -71,7 +71,8 @@ class Lifecycle:
             (server_of(database.url), database_of(database.url), database.schema) if first is None else first.store_key
         )
         """Identifies the store: equal for every engine of this process on the same store."""
-        self.hints = Hints(database, polls_only=not settings.listen)
+        # One connection for LISTEN per process: a second engine serves a thread that waits for no other process.
+        self.hints = Hints(database, polls_only=not settings.listen or first is not None)
         self.store: Store = Store(
             database,
             self.hints,

@@ -97,7 +97,7 @@ class Parts:
                 Quarantine(settings.pending_wp_expiry_interval_s),
             )
         )
-        streams = services.add(Streams(store))
+        self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
@@ -109,7 +109,7 @@ class Parts:
                 max_operations=settings.max_concurrent_stream_ops,
             )
         )
-        feeds = services.add(Feeds(store))
+        feeds = services.add(Feeds(store, pool_size=settings.database_pool_size))
         self.event_partitions = services.add(EventPartitions(store))
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))
@@ -117,7 +117,7 @@ class Parts:
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
         waits = (self.tails, feeds)
-        drained = (*waits, submit, self.signals, suspend, streams, lease_ends, renewals)
+        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals)
         self.shutdown = services.add(Shutdown(claims, results, waits, [service.drain for service in drained]))
 
     @property

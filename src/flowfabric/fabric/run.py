@@ -7,13 +7,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 from uuid import UUID, uuid5
 
 import msgspec
 
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
+from flowfabric.fabric.follow import RunFrames
 from flowfabric.model.attempt import Failure
 from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import (
@@ -366,6 +367,26 @@ class Run(Generic[Value]):
                 why = f": it waits for {waits}" if waits else _state_text(target.state)
                 raise TimeoutError(f"{self.id} did not wait for signal {name!r} within {seconds:g} s{why}")
             await asyncio.sleep(min(pause, left))
+
+    def stream(self, *, after: str | None = None, attempt: int | None = None, follow: bool = True) -> RunFrames:
+        """Return the frames that the run writes with `ctx.stream`: `async for frame in run.stream(): ...`.
+
+        They come in order, over all attempts, and the iterator ends when the run has ended. `after` is the id of the
+        last frame that you have: the iterator continues behind it, in any process. `attempt`, from 1, leaves out the
+        other attempts. Without `follow` it ends behind the last frame that is stored.
+        """
+        return RunFrames(self, after=after, attempt=attempt, follow=follow)
+
+    async def summary(self) -> dict[str, Any] | None:
+        """Read the document that the run publishes with `ctx.summary`; None if it has published none.
+
+        A new attempt begins a new document. Until it does, the one of the attempt before is returned.
+        """
+        try:
+            found = await parts_of(self._fabric.engine).tails.read_newest_summary(self.id)
+        except NotFoundError:
+            raise self._not_found() from None
+        return None if found is None else found.document
 
     async def cancel(self, reason: str = "cancelled by its submitter") -> None:
         """Cancel the run, whether it waits, runs or is suspended; a running handler is cancelled too."""

@@ -49,15 +49,17 @@ class Snapshot:
         """The value of the Postgres type pg_snapshot."""
         return min(self.in_progress, default=self.xmax), self.xmax, self.in_progress
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no transaction was in progress."""
-        return not self.in_progress and self.next_xid == self.xmax
-
     def first_ended_by(self, later: Snapshot) -> int | None:
-        """The lowest id of a transaction that was in progress and may have ended by a later snapshot."""
-        ended = [xid for xid in self.in_progress if xid < later.xmax and xid not in later.in_progress]
-        if self.xmax < self.next_xid and self.xmax < later.xmax:
+        """The lowest id of a transaction that was in progress and may have ended by a later snapshot.
+
+        Transaction ids are compared only if both snapshots are of one server. Otherwise all transactions have ended.
+        """
+        # Every restore that brought events has another restored_event_id; one that brought none left nothing to read.
+        is_comparable = later.restored_event_id == self.restored_event_id
+        unended = later.in_progress if is_comparable else ()
+        xmax = later.xmax if is_comparable else self.next_xid
+        ended = [xid for xid in self.in_progress if xid < xmax and xid not in unended]
+        if self.xmax < self.next_xid and self.xmax < xmax:
             ended.append(self.xmax)
         return min(ended, default=None)
 
@@ -111,11 +113,13 @@ class Position:
         """Whether late events of the window may still be unread."""
         return self.window is not None and self.after < self.floor
 
-    def opened(self, window: Snapshot, *, newest: int) -> Position:
+    def opened(self, window: Snapshot, *, generation: int, origin: int, newest: int) -> Position:
         """The position at the start of a window."""
         has_late = self.before.first_ended_by(window) is not None
         return replace(
             self,
+            generation=generation,
+            origin=origin,
             window=window,
             newest=max(newest, self.floor),
             last=0 if has_late else self.floor,
@@ -139,6 +143,8 @@ class Position:
         is_beyond = self.last > event_id
         return replace(
             self,
+            # The count of the other store says nothing.
+            trims=0,
             floor=min(self.floor, event_id),
             newest=min(self.newest, event_id),
             last=event_id if is_beyond else self.last,

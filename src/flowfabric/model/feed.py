@@ -8,7 +8,7 @@ from flowfabric.model.errors import error
 from flowfabric.model.event import AcquireReason, ReleaseReason
 from flowfabric.model.ids import ExecutionId, FlowId, LeaseId, SignalId, WaitpointId
 from flowfabric.model.tag import check_tag_key
-from flowfabric.model.text import check_text, shown
+from flowfabric.model.text import check_short, check_text, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class ScannerFilter:
     def __post_init__(self) -> None:
         """Check the texts."""
         if self.namespace is not None:
-            check_text(self.namespace, "filter.namespace")
+            check_short(self.namespace, "filter.namespace")
         if self.instance_tag is None:
             return
         if not isinstance(self.instance_tag, tuple) or len(self.instance_tag) != 2:
@@ -101,7 +101,11 @@ class LeaseAcquired(LeaseEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseRenewed(LeaseEvent):
-    """A worker extended its lease."""
+    """A worker extended its lease.
+
+    A renewal and another event of the same execution that are committed at the same moment may arrive in either order,
+    so this one may come after the `LeaseReleased` of its lease. All other events of an execution arrive in order.
+    """
 
     lease_id: LeaseId
     worker_instance_id: str | None
@@ -162,7 +166,7 @@ class SignalDeliveryEvent(FeedEvent):
     effect: str
     """`satisfied`, `buffered`, `deduped`, or `appended_to_waitpoint`."""
     disposition: str | None
-    """Why the delivery had this effect; None for a duplicate."""
+    """Why the delivery had this effect; `deduped` for a duplicate."""
 
 
 class OperatorEventType(StrEnum):

@@ -1,8 +1,9 @@
 """An open stream as appends change it: ids, counters, the frames that readers see, and the summary."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from flowfabric.model.errors import error
 from flowfabric.model.stream import (
     FIRST,
     SUMMARY_MAXLEN,
@@ -16,12 +17,13 @@ from flowfabric.model.stream import (
     live_window,
     next_id,
 )
-from flowfabric.model.summary import PatchKind, merge_patch, read_patch
+from flowfabric.model.summary import MAX_SUMMARY_BYTES, PatchKind, encode_document, growth, merge_patch, read_patch
 
 TRIM_STEP = 256
 """Hidden frames are deleted whenever the first visible frame passes a multiple of this number."""
 MAX_TRIMMED = 4096
-"""The most hidden frames that one append deletes; later appends delete the rest."""
+"""The most hidden frames that one append deletes; the sweep and later appends delete the rest."""
+MIN_SWEEP_STEP_MS = 1_000
 
 
 class NewFrame(NamedTuple):
@@ -38,10 +40,12 @@ class NewFrame(NamedTuple):
 class Summary:
     """The summary of a stream and its version; version 0 is the empty summary before the first patch."""
 
-    __slots__ = ("document", "first_applied_ms", "is_changed", "patch_kind", "version")
+    __slots__ = ("document", "first_applied_ms", "is_changed", "patch_kind", "size", "version")
 
-    def __init__(self, document: dict[str, Any], version: int, first_applied_ms: int) -> None:
+    def __init__(self, document: dict[str, Any], version: int, first_applied_ms: int, size: int | None = None) -> None:
         self.document = document
+        self.size = len(encode_document(document)) if size is None else size
+        """The bytes of the encoded document."""
         self.version = version
         self.first_applied_ms = first_applied_ms
         self.patch_kind = PatchKind.JSON_MERGE_PATCH
@@ -58,6 +62,7 @@ class OpenStream:
     __slots__ = (
         "_frames",
         "_stored_first",
+        "_stored_sweep",
         "ema_rate_hz",
         "expires_at",
         "first_frame_no",
@@ -67,6 +72,8 @@ class OpenStream:
         "last_append_ts_ms",
         "maxlen_applied_last",
         "now",
+        "numbered_count",
+        "numbered_epoch",
         "retention_maxlen",
         "summary",
         "total_bytes",
@@ -86,26 +93,27 @@ class OpenStream:
         self.last_append_ts_ms: int | None = None if stored is None else stored["last_append_ts_ms"]
         self.maxlen_applied_last: int | None = None if stored is None else stored["maxlen_applied_last"]
         self.expires_at: int | None = None if stored is None else stored["expires_at"]
+        self.numbered_epoch: int = 0 if stored is None else stored["numbered_epoch"]
+        self.numbered_count: int = 0 if stored is None else stored["numbered_count"]
         self._stored_first = self.first_frame_no
+        self._stored_sweep: int | None = None if stored is None else stored["sweep_at"]
         self._frames: list[NewFrame] = []
 
     def append(self, frame: Frame) -> AppendFrameOutcome:
         """Append a frame; raise if its patch is refused, which changes nothing."""
         mode = frame.mode
-        patch = read_patch(frame.bytes) if isinstance(mode, DurableSummary) else None
+        # Before any change: only a patch can be refused.
+        version = self._patch(frame) if isinstance(mode, DurableSummary) else None
         now = self.now
         if self.expires_at is not None and self.expires_at <= now:
             self.first_frame_no = self.frame_count + 1
             self.expires_at = None
-        version = ttl_ms = None
+        ttl_ms = None
         match mode:
             case Durable():
                 maxlen = self.retention_maxlen
             case DurableSummary():
                 maxlen = SUMMARY_MAXLEN
-                assert self.summary is not None, "the summary is read before a patch is appended"
-                assert patch is not None, "the payload of a summary frame is a patch"
-                version = self._apply(self.summary, patch)
             case BestEffortLive(config=config):
                 window = live_window(config, now, self.ema_rate_hz, self.last_append_ts_ms)
                 self.ema_rate_hz, self.last_append_ts_ms = window.ema_rate_hz, now
@@ -122,8 +130,46 @@ class OpenStream:
         self._frames.append(NewFrame(self.last, self.frame_count, mode.frame_mode, frame, version, ttl_ms))
         return AppendFrameOutcome(stream_id=str(self.last), frame_count=self.frame_count, summary_version=version)
 
-    def _apply(self, summary: Summary, patch: dict[str, Any]) -> int:
-        summary.document = merge_patch(summary.document, patch)
+    def append_numbered(self, frame: Frame, epoch: int, number: int) -> AppendFrameOutcome:
+        """Append a frame that is known to be new, and remember its number among the frames of its lease."""
+        outcome = self.append(frame)
+        self.numbered_epoch, self.numbered_count = epoch, number
+        return outcome
+
+    def count_stored(self, epoch: int, first_number: int, count: int) -> int:
+        """How many of these numbered frames are stored already, because their writer repeats them."""
+        stored = self.numbered_count if self.numbered_epoch == epoch else 0
+        return min(max(stored + 1 - first_number, 0), count)
+
+    def answers_again(self, frames: Sequence[Frame]) -> list[AppendFrameOutcome]:
+        """The answers to the newest frames of the stream, which are repeated; all of them have the newest id."""
+        answers: list[AppendFrameOutcome] = []
+        version = 0 if self.summary is None else self.summary.version
+        for frame in reversed(frames):
+            is_patch = isinstance(frame.mode, DurableSummary)
+            answers.append(
+                AppendFrameOutcome(
+                    stream_id=str(self.last),
+                    frame_count=self.frame_count,
+                    summary_version=version if is_patch else None,
+                )
+            )
+            version -= is_patch
+        return answers[::-1]
+
+    def _patch(self, frame: Frame) -> int:
+        """Merge the patch of a frame into the summary; return the new version."""
+        summary = self.summary
+        assert summary is not None, "the summary is read before a patch is appended"
+        patch = read_patch(frame.bytes)
+        size = summary.size + growth(summary.document, patch)
+        if size > MAX_SUMMARY_BYTES:
+            raise error(
+                "retention_limit_exceeded",
+                f"with this patch the summary has {size} bytes; at most {MAX_SUMMARY_BYTES} bytes are stored, "
+                "delete keys that are not needed by setting them to null",
+            )
+        summary.document, summary.size = merge_patch(summary.document, patch), size
         summary.version += 1
         summary.is_changed = True
         if summary.version == 1:
@@ -139,6 +185,21 @@ class OpenStream:
     def new_frames(self) -> list[NewFrame]:
         """The frames to store: those that are not hidden already."""
         return [each for each in self._frames if each.number >= self.first_frame_no]
+
+    @property
+    def sweep_at(self) -> int | None:
+        """When the sweep is to look at the stream; None if the stored time is good enough.
+
+        It follows the expiry in steps of a quarter of the ttl, because the stored time is indexed.
+        """
+        if self.trimmed >= MAX_TRIMMED:
+            return self.now
+        stored, expires_at = self._stored_sweep, self.expires_at
+        if expires_at is None or stored is None:
+            return expires_at
+        step = max((expires_at - self.now) // 8, MIN_SWEEP_STEP_MS)
+        # If it is due, the sweep itself sets the next time.
+        return expires_at if stored > self.now and abs(expires_at - stored) >= step else None
 
     @property
     def trimmed(self) -> int:

@@ -9,7 +9,9 @@ from flowfabric.model.errors import EngineError, error
 from flowfabric.model.text import shorten, shown
 
 MAX_PATCH_DEPTH = 16
-NULL_SENTINEL = "__ff_null__"
+MAX_SUMMARY_BYTES = 1_048_576
+"""The largest encoded document."""
+NULL = "__ff_null__"
 """The text that sets a value to null, because null in a patch deletes the key."""
 
 
@@ -51,6 +53,29 @@ def merge_patch(document: dict[str, Any], patch: dict[str, Any]) -> dict[str, An
     return merged
 
 
+def growth(document: dict[str, Any], patch: dict[str, Any]) -> int:
+    """By how many bytes a patch changes the encoded document; found without encoding what the patch does not name."""
+    grown, count = 0, len(document)
+    for key, value in patch.items():
+        is_present = key in document
+        before = document.get(key)
+        if isinstance(value, dict) and isinstance(before, dict):
+            grown += growth(before, value)
+            continue
+        if is_present:
+            grown -= _entry_size(key, before)
+            count -= 1
+        if value is not None:
+            grown += _entry_size(key, merge_patch({}, {key: value})[key])
+            count += 1
+    return grown + max(count - 1, 0) - max(len(document) - 1, 0)
+
+
+def _entry_size(key: str, value: object) -> int:
+    """The bytes of an entry without braces and comma."""
+    return len(encode_document({key: value})) - 2
+
+
 def encode_document(document: dict[str, Any]) -> bytes:
     """Return the JSON text of a document, in ASCII, so that lone surrogates survive."""
     return json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
@@ -85,7 +110,7 @@ def _without_sentinel(value: Any) -> Any:
         return [_without_sentinel(part) for part in value]
     if isinstance(value, dict):
         return {key: _without_sentinel(part) for key, part in value.items()}
-    return None if value == NULL_SENTINEL else value
+    return None if value == NULL else value
 
 
 def _finite(digits: str) -> float:

@@ -33,7 +33,7 @@ class Due:
     has_old_identities: bool
     has_silent_sessions: bool
     has_expired_waitpoints: bool
-    has_expired_streams: bool
+    has_due_streams: bool
     next_due_in_ms: int | None
 
 
@@ -81,6 +81,6 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         has_old_identities=row["has_old_identities"],
         has_silent_sessions=row["has_silent_sessions"],
         has_expired_waitpoints=row["has_expired_waitpoints"],
-        has_expired_streams=row["has_expired_streams"],
+        has_due_streams=row["has_due_streams"],
         next_due_in_ms=row["next_due_in_ms"],
     )

@@ -120,7 +120,7 @@ SWEEPS = (
         lambda parts: parts.stream_expiry.sweep_batch(),
         every=lambda _: _seconds(5),
         batch=streams.STREAM_LIMIT,
-        is_due=lambda due: due.has_expired_streams,
+        is_due=lambda due: due.has_due_streams,
         is_gentle=True,
     ),
     Sweep(

@@ -178,6 +178,13 @@ def encode_as_its_type(value: object) -> bytes:
         raise codec.refusal(value) from None
 
 
+def encode_untyped(value: object) -> bytes:
+    """Return the JSON of a value for readers that know no type; raise an exception if JSON cannot represent it."""
+    if advice := _advice(value, None, "pass"):
+        raise NotSerializable(advice)
+    return encode(value)
+
+
 def _adapter(kind: Any) -> "pydantic.TypeAdapter[Any]":
     return _configured_adapter(kind)[0]
 

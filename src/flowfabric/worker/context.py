@@ -21,6 +21,7 @@ from flowfabric.model.waitpoint import PendingWaitpoint
 from flowfabric.worker.callback import Callback
 from flowfabric.worker.codec import codec_of, name_of, reason
 from flowfabric.worker.running import Running
+from flowfabric.worker.streaming import FLUSH_SECONDS, FrameQueue, FrameWriter, SummaryWriter
 from flowfabric.worker.waits import (
     HandlerSuspended,
     NoSignal,
@@ -163,6 +164,22 @@ class Context:
         await self._answer(lambda: self._engine.progress(handle, percent=percent, message=message))
 
     @property
+    def stream(self) -> FrameWriter:
+        """The stream of this attempt, which `run.stream()` follows: `await ctx.stream.write(token)`."""
+        return FrameWriter(self._frame_queue)
+
+    @property
+    def summary(self) -> SummaryWriter:
+        """The summary of this attempt, which `run.summary()` reads: `await ctx.summary.patch({"done": 3})`."""
+        return SummaryWriter(self._frame_queue)
+
+    def _frame_queue(self) -> FrameQueue:
+        running = self._running
+        if running.frames is None:
+            running.frames = FrameQueue(self._engine, running)
+        return running.frames
+
+    @property
     def is_resumed(self) -> bool:
         """Whether this attempt has suspended before: the handler runs again, from its start."""
         return self._running.claimed.has_waited
@@ -225,6 +242,8 @@ class Context:
         check_has_timeout(args, self._running.claimed.policy)
         running, given = self._running, with_retry_key(args)
         handle = running.claimed.handle
+        if running.frames is not None:
+            await running.frames.settle(FLUSH_SECONDS)
         running.is_suspending = True
         try:
             outcome = await retry_suspend(lambda: self._engine.suspend(handle, given), running)

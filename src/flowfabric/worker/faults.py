@@ -19,6 +19,8 @@ LEASE_IS_LOST = frozenset(
         "lease_revoked",
         "execution_not_active",
         "execution_not_found",
+        "stale_owner_cannot_append",
+        "stream_closed",
     }
 )
 """Error codes that mean that the lease is no longer held: a retry cannot succeed."""

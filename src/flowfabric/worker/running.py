@@ -10,6 +10,7 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.signal import ResumeSignal
+from flowfabric.worker.streaming import FrameQueue
 
 
 class Running:
@@ -22,6 +23,7 @@ class Running:
         "ended_at",
         "expiry",
         "failures",
+        "frames",
         "has_ended",
         "has_left",
         "has_slot",
@@ -79,6 +81,8 @@ class Running:
         self.is_suspended = False
         self.signals: tuple[ResumeSignal, ...] = ()
         """The signals of the wait that is over."""
+        self.frames: FrameQueue | None = None
+        """The frames that its handler has written; set only if the handler uses its stream or its summary."""
         self.lost: EngineError | LostReason | None = None
         """Why its lease is lost, if it is known to be."""
         self.on_stop: Callable[[Running], None] | None = None
@@ -113,6 +117,11 @@ class Running:
     def is_lease_expired(self) -> bool:
         """Whether the lease has expired, by the clock of this process."""
         return time.monotonic() - self.renewed_at >= self.claimed.handle.lease_ttl_ms / 1000
+
+    @property
+    def is_lease_held(self) -> bool:
+        """Whether the lease is still held, as far as this process knows."""
+        return self.lost is None and not self.is_suspended and not self.is_lease_expired
 
     def stop(self) -> None:
         """Discard the result and cancel the handler, or never call it if it has not started."""

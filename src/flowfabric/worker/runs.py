@@ -21,6 +21,7 @@ from flowfabric.worker.outcome import Dropped, Failure, Outcome, Postponed, Succ
 from flowfabric.worker.reports import Reports
 from flowfabric.worker.running import Running
 from flowfabric.worker.slots import Slots
+from flowfabric.worker.streaming import FLUSH_SECONDS, STOPPED_FLUSH_SECONDS, FrameQueue
 from flowfabric.worker.threads import Threads
 from flowfabric.worker.timeouts import TimeLimits
 
@@ -141,6 +142,8 @@ class Runs:
                 outcome = await outcome_of(running, handler, self._engine, self._threads)
             else:
                 outcome = await self._outcome_after_earlier(running, handler)
+            if running.frames is not None:
+                outcome = await _close_frames(running, running.frames, outcome)
         running.has_ended = True
         running.ended_at = time.monotonic()
         self.slots.returned(running)
@@ -206,6 +209,21 @@ class Runs:
         if not running.has_ended and not running.is_dropped:
             running.is_handed_back = True
             running.stop()
+
+
+async def _close_frames(running: Running, frames: FrameQueue, outcome: Outcome) -> Outcome:
+    """Store the frames of a run before its end is; return its outcome, which is Dropped if it is stopped meanwhile."""
+    try:
+        if not running.is_dropped:
+            try:
+                await frames.settle(FLUSH_SECONDS)
+            except asyncio.CancelledError:
+                outcome = Dropped()
+        if running.is_dropped:
+            await frames.settle(STOPPED_FLUSH_SECONDS)
+    finally:
+        frames.close()
+    return outcome
 
 
 def _seconds_for_earlier(running: Running) -> float:

@@ -19,7 +19,11 @@ Event = TypeVar("Event", bound=FeedEvent)
 
 HOLDS = """
 create function test_hold() returns trigger language plpgsql as $$
-begin perform pg_advisory_xact_lock_shared(7, new.partition_key); return null; end $$;
+begin
+  perform set_config('lock_timeout', '100s', true);
+  perform pg_advisory_xact_lock_shared(7, new.partition_key);
+  return null;
+end $$;
 create constraint trigger test_hold after insert on event_default deferrable initially deferred
   for each row execute function test_hold();
 """

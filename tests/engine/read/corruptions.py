@@ -456,6 +456,7 @@ RELATED_ROWS: dict[str, list[tuple[str, str]]] = {
         ("streaming", "update stream set frame_count = 3 where {mine}"),
         ("streaming", "update stream set last_seq = 7 where {mine}"),
         ("streaming", "delete from stream_frame where frame_no = 2 and {mine}"),
+        ("streaming", "delete from stream_frame where {mine}"),
     ],
     "stream_summary: present though the stream has no summary frame": [
         ("streaming", "update stream set has_durable_frame = false where {mine}"),

@@ -89,9 +89,13 @@ async def test_a_frame_is_stored_with_its_fields_and_id(engine: Engine, given: G
         "retention_maxlen": 10_000,
         "retention_ttl_ms": None,
         "released_epoch": 0,
+        "numbered_epoch": 0,
+        "numbered_count": 0,
         "closed_at": None,
         "closed_reason": None,
         "expires_at": None,
+        # An hour after the retention.
+        "sweep_at": now + 90_000_000,
     }
 
 

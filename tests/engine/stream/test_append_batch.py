@@ -26,10 +26,11 @@ from engine.waits import rewriting, suspend_args
 from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.db import session as sessions
 from flowfabric.db.database import Transaction
+from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
-from flowfabric.engine.stream.frame_batch import FrameBatch
+from flowfabric.engine.stream.frame_batch import FrameBatch, Writer
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, LeaseId
 from flowfabric.model.stream import AppendFrameOutcome, Frame
@@ -105,12 +106,12 @@ async def test_concurrent_frames_share_a_handful_of_statements(
 
 
 async def test_large_frames_are_split_over_transactions(engine: Engine, given: Given, statements: list[str]) -> None:
-    handles = await many(engine, 4)
+    handles = await many(engine, 12)
     statements.clear()
-    data = [bytes([nth]) * 65_536 for nth in range(40)]
+    data = [bytes([nth]) * 65_536 for nth in range(16)]
     await asyncio.gather(*(append(engine, handle, each) for each in data for handle in handles))
-    # 10 MiB, at most 4 MiB and one batch of 1 MiB in each.
-    assert 3 <= statements.count("insert_frames") <= 12
+    # 12 batches of 1 MiB, about four in each transaction.
+    assert 3 <= statements.count("insert_frames") <= 4
     for handle in handles:
         assert (await payloads(engine, handle))[1:] == data
 
@@ -123,7 +124,7 @@ async def test_a_batch_of_several_modes_counts_like_single_frames(engine: Engine
         await append(engine, one, data, **fields)
     await asyncio.gather(*(append(engine, other, data, **fields) for data, fields in calls))
     assert await payloads(engine, one) == await payloads(engine, other)
-    varying = ("partition_key", "execution_id", "attempt_id")
+    varying = ("partition_key", "execution_id", "attempt_id", "sweep_at")
     first, second = [await stored(rows, handle) for handle in (one, other)]
     assert {**first, **dict.fromkeys(varying)} == {**second, **dict.fromkeys(varying)}
     summaries = [await engine.read_summary(handle.execution_id, 0) for handle in (one, other)]
@@ -189,6 +190,43 @@ async def test_a_bad_patch_fails_alone_within_its_stream(engine: Engine, given: 
     summary = await engine.read_summary(handle.execution_id, 0)
     assert summary is not None
     assert summary.document == {"b": 2}
+
+
+async def test_a_patch_that_makes_the_summary_too_large_fails_alone(engine: Engine, given: Given, rows: Rows) -> None:
+    handle = await given.claimed()
+    large = "x" * 65_000
+    answers = await answers_of([patch(engine, handle, f'{{"{nth}": "{large}"}}') for nth in range(20)])
+    assert [answer if isinstance(answer, str) else answer.frame_count for answer in answers] == [
+        *range(1, 17),
+        *["retention_limit_exceeded"] * 4,
+    ]
+    async with rows.unchanged():
+        text = f'{{"16": "{large}"}}'
+        await refused(patch(engine, handle, text), "retention_limit_exceeded", "at most 1048576 bytes")
+    assert (await patch(engine, handle, f'{{"0": null, "16": "{large}"}}')).summary_version == 17
+
+
+async def test_a_fault_of_a_batch_is_raised_by_each_caller_as_its_own(engine: Engine, given: Given) -> None:
+    batch = FrameBatch(Writer.of(await given.claimed()))
+    waiting = [batch.add(Frame(bytes=b"")) for _ in range(2)]
+    failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    failed.set_exception(StoreFault("contention", "locked for too long"))
+    batch.answer(failed)
+    first, second = await asyncio.gather(*waiting, return_exceptions=True)
+    assert (str(first), str(second)) == ("locked for too long",) * 2
+    assert first is not second
+
+
+async def test_refused_patches_leave_the_summary_unchanged_although_other_frames_are_stored(
+    engine: Engine, given: Given, clock: Clock
+) -> None:
+    handle = await given.claimed()
+    await patch(engine, handle, '{"a": 1}')
+    before = await engine.read_summary(handle.execution_id, 0)
+    await clock.advance(ms=5)
+    answers = await answers_of([patch(engine, handle, "[]"), append(engine, handle, b"stored")])
+    assert (answers[0], answers[1].frame_count) == ("invalid_input", 2)
+    assert await engine.read_summary(handle.execution_id, 0) == before
 
 
 async def test_a_frame_that_the_store_rejects_fails_alone(engine: Engine, connection: asyncpg.Connection) -> None:
@@ -340,45 +378,66 @@ ENDINGS: dict[str, Ending] = {
     "suspend": lambda engine, handle: engine.suspend(handle, suspend_args()),
     "hand_back": lambda engine, handle: engine.hand_back(handle),
     "delay": lambda engine, handle: engine.delay(handle, 2**60),
+    "lose": lambda engine, handle: engine.mark_lease_expired_if_due(handle.execution_id),
+    "reclaim": lambda engine, handle: engine.mark_lease_expired_if_due(handle.execution_id),
+}
+REASONS = {
+    "complete": "attempt_success",
+    "fail": "attempt_failure",
+    "cancel": "attempt_cancelled",
+    "lose": "lease_expired",
+    "reclaim": "reclaimed",
 }
 
 
 @pytest.mark.parametrize("name", ENDINGS)
 async def test_no_frame_is_lost_or_stored_after_a_racing_end_of_the_lease(
-    engines: Engines, given: Given, rows: Rows, name: str
+    engines: Engines, given: Given, clock: Clock, rows: Rows, name: str
 ) -> None:
     other = await engines()
     refusals = 0
+    is_lost = name in ("lose", "reclaim")
     for nth in rounds(12, whole=300):
         handle = await given.claimed(lane_id=f"lane{nth}", lease_ttl_ms=600_000)
         if nth % 3:
             await append(given.engine, handle, b"first")
         acknowledged: list[str] = []
+        ended = asyncio.Event()
 
-        async def write(handle: Handle, acknowledged: list[str]) -> str:
+        async def write(handle: Handle, acknowledged: list[str], ended: asyncio.Event) -> str:
             while True:
+                is_after = ended.is_set()
                 answers = await answers_of([append(given.engine, handle, b"%d" % at) for at in range(5)])
                 acknowledged += [each.stream_id for each in answers if isinstance(each, AppendFrameOutcome)]
-                if codes := {each for each in answers if isinstance(each, str)}:
+                codes = {each for each in answers if isinstance(each, str)}
+                # A worker that has lost its lease goes on.
+                if codes and (is_after or not is_lost):
                     (code,) = codes
                     return str(code)
 
-        writing = asyncio.create_task(write(handle, acknowledged))
+        writing = asyncio.create_task(write(handle, acknowledged, ended))
         for _ in range(nth % 7):
             await asyncio.sleep(0)
+        if is_lost:
+            await clock.advance(ms=600_000)
         await ENDINGS[name](other, handle)
+        if name == "reclaim":
+            await claim(other, f"lane{nth}", max_wait_ms=10_000)
+        ended.set()
         after = [row["frame_no"] for row in await stored_frames(rows, handle)]
-        assert await writing == "stream_closed"
+        assert await writing == ("stale_owner_cannot_append" if is_lost else "stream_closed")
         refusals += 1
         # No frame was committed after the end, and each one acknowledged is there.
         assert [row["frame_no"] for row in await stored_frames(rows, handle)] == after
         found = await read(given.engine, handle)
         assert {frame.id for frame in found.frames} >= set(acknowledged)
-        if found.frames and name in ("complete", "fail", "cancel"):
-            assert found.closed_at is not None
+        if found.frames:
+            assert found.closed_reason == REASONS.get(name)
+        if found.closed_at is not None:
             assert (await stored(rows, handle))["closed_at"] >= found.frames[-1].ts
+        # The bit of a lost lease stays until the reclaim.
         assert bool((await rows.execution(handle.execution_id))["attached"] & 4) == (
-            bool(found.frames) and found.closed_at is None
+            bool(found.frames) and (found.closed_at is None or name == "lose")
         )
     assert refusals
 
@@ -428,6 +487,6 @@ async def test_an_append_wakes_a_tail_of_another_engine(engines: Engines, given:
     waiting = asyncio.create_task(other.tail_stream(handle.execution_id, 0, block_ms=30_000))
     await eventually(lambda: parts_of(other).wakeups.hints.is_listening)
     await given.engine.append_frame(handle, Frame(bytes=b"woken"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(4):
         found = await waiting
     assert [frame.payload for frame in found.frames] == [b"woken"]

@@ -8,6 +8,7 @@ import pytest
 from engine.state import refused
 from fixtures import Clock, Engines, Eventually, Given
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.execution.results import Results
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.stream.tail import FollowedFrames, Tails
 from flowfabric.model.ids import ExecutionId
@@ -125,8 +126,9 @@ async def test_a_follower_returns_when_an_execution_without_frames_ends(
 ) -> None:
     writer = engine if writers == "same process" else await engines()
     handle = await given.claimed()
+    parts = parts_of(engine)
     following = asyncio.create_task(follow(engine, handle.execution_id, block_ms=30_000))
-    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
+    await eventually(lambda: parts.wakeups.hints.is_listening and parts.services[Results]._waiting)
     await writer.complete(handle, b"")
     async with asyncio.timeout(10):
         found = await following
@@ -139,6 +141,7 @@ async def test_a_follower_whose_wait_is_over_returns_nothing(engine: Engine, giv
     assert (texts(found), found.latest_attempt_index, found.is_ended) == ([], 0, False)
 
 
+@pytest.mark.usefixtures("hints_only")
 async def test_followers_end_when_the_engine_prepares_to_stop(
     engine: Engine, given: Given, eventually: Eventually
 ) -> None:

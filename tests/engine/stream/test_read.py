@@ -347,6 +347,15 @@ async def test_a_stream_of_an_earlier_attempt_reads_as_closed_although_it_was_le
     assert (await engine.read_stream(handle.execution_id, 0)).closed_reason is ClosedReason.ATTEMPT_FAILURE
     assert (await engine.read_stream(handle.execution_id, 2)).closed_reason is None
 
+    # The end of the execution closed the last stream only.
+    await clock.advance(ms=5)
+    await engine.complete(third, b"")
+    await close_as_by_the_previous_version(connection, handle.execution_id)
+    closed = [await engine.read_stream(handle.execution_id, at) for at in range(3)]
+    assert [each.closed_reason for each in closed] == ["attempt_failure", "reclaimed", "attempt_success"]
+    assert closed[0].closed_at == failed_at
+    assert closed[2].closed_at == await clock.now()
+
 
 async def test_a_stream_stays_open_while_its_attempt_is_parked(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed()

@@ -13,6 +13,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution import retention
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.stream import expire
+from flowfabric.model import open_stream
 from flowfabric.model.handle import Handle
 from flowfabric.reconcile.due import read_due
 from flowfabric.reconcile.loop import Reconciler
@@ -58,23 +59,97 @@ async def test_streams_are_deleted_with_their_execution(engine: Engine, given: G
     assert (await payloads(engine, first), await engine.read_summary(first.execution_id, 0)) == ([], None)
 
 
+async def test_frames_are_counted_before_a_trim_only_if_there_are_streams(
+    engine: Engine, given: Given, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    store = parts_of(engine).store
+    fetch = store.fetch
+
+    async def record(statement: Any, **values: Any) -> Any:
+        seen.append(statement.name)
+        return await fetch(statement, **values)
+
+    async def trimmed() -> list[str]:
+        await given.completed()
+        await clock.advance(ms=DAY_MS)
+        seen.clear()
+        with monkeypatch.context() as recording:
+            recording.setattr(store, "fetch", record)
+            await parts_of(engine).retention.trim_batch()
+        return seen[:]
+
+    assert await trimmed() == ["read_frames_to_trim", "take_retained"]
+    assert await trimmed() == ["take_retained"]
+    handle = await given.claimed(lease_ttl_ms=10 * DAY_MS)
+    await append(engine, handle)
+    assert await trimmed() == ["take_retained"]
+    assert await trimmed() == ["read_frames_to_trim", "take_retained"]
+
+
 async def test_an_execution_with_many_frames_is_deleted_in_batches(
     engine: Engine, given: Given, clock: Clock, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "FRAME_LIMIT", 100)
-    for _ in range(3):
-        await ended(engine, given, 90)
+    plain = [await given.completed() for _ in range(2)]
+    for frames in (39, 39, 39, 300, 0):
+        await ended(engine, given, frames)
     await clock.advance(ms=DAY_MS)
-    trims = [await parts_of(engine).retention.trim_batch() for _ in range(4)]
-    # 273 frames: the last batch of frames is not full, so the executions follow at once.
-    assert [(trim.done, trim.is_full) for trim in trims] == [(0, True), (0, True), (3, False), (0, False)]
+    trims = [await parts_of(engine).retention.trim_batch() for _ in range(7)]
+    assert [(trim.done, trim.is_full) for trim in trims] == [
+        # Those without frames, and two with 40 frames each.
+        (len(plain) + 2, True),
+        (1, True),
+        # 301 frames of one execution; then it and the last one have few enough.
+        (0, True),
+        (0, True),
+        (0, True),
+        (2, False),
+        (0, False),
+    ]
     assert await counts(rows) == [0, 0, 0]
+
+
+async def test_a_half_deleted_stream_has_no_visible_frame(
+    engine: Engine, given: Given, clock: Clock, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "FRAME_LIMIT", 100)
+    handle = await ended(engine, given, 300)
+    await clock.advance(ms=DAY_MS)
+    assert (await parts_of(engine).retention.trim_batch()).is_full
+    assert len(await stored_frames(rows, handle)) == 201
+    assert await payloads(engine, handle) == []
+
+
+async def test_a_locked_execution_with_many_frames_does_not_stop_the_retention_of_others(
+    engine: Engine,
+    given: Given,
+    clock: Clock,
+    rows: Rows,
+    connection: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retention, "FRAME_LIMIT", 100)
+    held = await ended(engine, given, 300)
+    others = [await ended(engine, given, 60) for _ in range(2)]
+    await clock.advance(ms=DAY_MS)
+    async with rewriting(connection, "execution", held.execution_id):
+        trims = [await parts_of(engine).retention.trim_batch() for _ in range(4)]
+        assert [(trim.done, trim.is_full) for trim in trims] == [(0, True), (1, True), (1, False), (0, False)]
+    assert [str(row["execution_id"]) for row in await rows.of("execution")] == [uuid_of(held.execution_id)]
+    assert len(others) == 2
+    assert len(await stored_frames(rows, held)) == 301
+    async with rewriting(connection, "execution", held.execution_id):
+        # Fits the limit by itself.
+        monkeypatch.setattr(retention, "FRAME_LIMIT", 1_000)
+        trim = await parts_of(engine).retention.trim_batch()
+        assert (trim.done, trim.is_full) == (0, False)
 
 
 async def test_frames_of_executions_that_are_kept_are_not_deleted(
     engine: Engine, given: Given, clock: Clock, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "FRAME_LIMIT", 1)
+    monkeypatch.setattr(retention, "FRAME_LIMIT", 3)
     old = await ended(engine, given)
     await clock.advance(ms=DAY_MS // 2)
     young = await ended(engine, given)
@@ -111,9 +186,9 @@ def stream_expiry(engine: Engine) -> Reconciler:
     return Reconciler(engine, sweeps=[sweep for sweep in SWEEPS if sweep.name == "stream_expiry"])
 
 
-async def has_expired_streams(engine: Engine) -> bool:
+async def has_due_streams(engine: Engine) -> bool:
     """Whether the sweep of expired streams is due."""
-    return (await read_due(parts_of(engine).store, ())).has_expired_streams
+    return (await read_due(parts_of(engine).store, ())).has_due_streams
 
 
 async def test_the_frames_of_an_expired_stream_are_deleted(
@@ -124,16 +199,16 @@ async def test_the_frames_of_an_expired_stream_are_deleted(
     live_only = await given.claimed(lease_ttl_ms=600_000)
     await append(engine, live_only, mode=live(ttl_ms=2_000))
     await clock.advance(ms=3_999)
-    assert not await has_expired_streams(engine)
+    assert not await has_due_streams(engine)
     await stream_expiry(engine).catch_up()
     assert await counts(rows) == [3, 9, 2]
     await clock.advance(ms=1)
-    assert await has_expired_streams(engine)
+    assert await has_due_streams(engine)
     await stream_expiry(engine).catch_up()
     assert (len(await stored_frames(rows, live_only)), len(await stored_frames(rows, closed))) == (0, 6)
     await clock.advance(ms=1_000)
     await stream_expiry(engine).catch_up()
-    assert not await has_expired_streams(engine)
+    assert not await has_due_streams(engine)
     # Streams and summaries stay.
     assert await counts(rows) == [3, 2, 2]
     assert len(await payloads(engine, lasting)) == 2
@@ -142,6 +217,96 @@ async def test_the_frames_of_an_expired_stream_are_deleted(
     # The stream of best-effort frames goes on.
     assert (await append(engine, live_only, b"again", mode=live(ttl_ms=2_000))).frame_count == 2
     assert await payloads(engine, live_only) == [b"again"]
+
+
+async def trim_as_the_previous_version(engine: Engine, connection: asyncpg.Connection) -> None:
+    """Delete the executions past their retention, but not their streams."""
+    for table in STREAM_TABLES:
+        await connection.execute(f"create temp table kept_{table} as select * from {table}")
+    assert await parts_of(engine).retention.trim()
+    for table in STREAM_TABLES:
+        await connection.execute(f"insert into {table} select * from kept_{table} on conflict do nothing")
+
+
+async def test_streams_of_executions_that_the_previous_version_deleted_are_deleted(
+    engine: Engine,
+    given: Given,
+    clock: Clock,
+    rows: Rows,
+    connection: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(expire, "FRAME_LIMIT", 4)
+    for _ in range(2):
+        await ended(engine, given, 5)
+    running = await given.claimed(lease_ttl_ms=10 * DAY_MS)
+    await patch(engine, running, "{}")
+    await clock.advance(ms=DAY_MS)
+    await trim_as_the_previous_version(engine, connection)
+    assert await counts(rows) == [3, 13, 3]
+    assert not await has_due_streams(engine)
+    await clock.advance(ms=DAY_MS // 24)
+    assert await has_due_streams(engine)
+    await stream_expiry(engine).catch_up()
+    # A stream of an execution that exists stays as it is, until it is looked at again.
+    assert await counts(rows) == [1, 1, 1]
+    assert await payloads(engine, running) == [b"{}"]
+    assert not await has_due_streams(engine)
+    await clock.advance(ms=DAY_MS + DAY_MS // 24)
+    assert await has_due_streams(engine)
+
+
+async def test_frames_that_appends_have_left_hidden_are_deleted(
+    engine: Engine, given: Given, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_stream, "MAX_TRIMMED", 300)
+    monkeypatch.setattr(expire, "FRAME_LIMIT", 200)
+    handle = await given.claimed()
+    for _ in range(2):
+        await asyncio.gather(*(append(engine, handle) for _ in range(500)))
+    assert not await has_due_streams(engine)
+    await patch(engine, handle, "{}")
+    assert (len(await payloads(engine, handle)), len(await stored_frames(rows, handle))) == (64, 701)
+    assert await has_due_streams(engine)
+    await stream_expiry(engine).catch_up()
+    assert len(await stored_frames(rows, handle)) == 64
+    assert not await has_due_streams(engine)
+    assert (await append(engine, handle)).frame_count == 1_002
+
+
+async def test_an_append_of_a_live_frame_changes_no_indexed_column(
+    engine: Engine, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    handle = await given.claimed(lease_ttl_ms=600_000)
+    await append(engine, handle, mode=live(ttl_ms=10_000))
+    before = await stored(rows, handle)
+    await clock.advance(ms=2_499)
+    await append(engine, handle, mode=live(ttl_ms=10_000))
+    after = await stored(rows, handle)
+    indexed = await connection.fetch(
+        """select a.attname from pg_index i join pg_attribute a on a.attrelid = i.indrelid and a.attnum = any(i.indkey)
+            where i.indrelid = 'stream'::regclass"""
+    )
+    assert {row["attname"] for row in indexed} >= {"execution_id", "sweep_at"}
+    changed = {name for name in before if before[name] != after[name]}
+    assert "expires_at" in changed
+    assert not changed & {row["attname"] for row in indexed}
+
+
+async def test_the_sweep_waits_for_the_exact_expiry(engine: Engine, given: Given, clock: Clock, rows: Rows) -> None:
+    handle = await given.claimed(lease_ttl_ms=600_000)
+    await append(engine, handle, mode=live(ttl_ms=10_000))
+    await clock.advance(ms=1_000)
+    await append(engine, handle, mode=live(ttl_ms=10_000))
+    await clock.advance(ms=19_000)
+    assert await has_due_streams(engine)
+    sweep = await parts_of(engine).stream_expiry.sweep_batch()
+    assert (sweep.done, len(await payloads(engine, handle))) == (0, 2)
+    await clock.advance(ms=999)
+    assert not await has_due_streams(engine)
+    await clock.advance(ms=1)
+    assert (await parts_of(engine).stream_expiry.sweep_batch()).done == 1
+    assert await stored_frames(rows, handle) == []
 
 
 async def test_expired_frames_are_deleted_in_batches(

@@ -3,7 +3,8 @@
 
 create type frame_mode as enum ('durable', 'summary', 'best_effort');
 
--- The stream of one attempt; its first frame creates it. An attempt's open stream is the bit 4 of execution.attached.
+-- The stream of one attempt; its first frame creates it. The bit 4 of execution.attached says that the latest attempt has a
+-- stream that the end of the attempt changes: an open one, or one that a lost lease has closed, which a reclaim closes again.
 create table stream (
   partition_key       smallint not null,
   execution_id        uuid     not null,
@@ -29,14 +30,32 @@ create table stream (
   retention_ttl_ms    bigint,
   -- Leases up to this epoch have ended: a frame that comes under one of them is refused.
   released_epoch      bigint   not null default 0,
+  -- The frames that the holder of this lease has numbered: those up to this number are stored, and a repeat is not stored again.
+  numbered_epoch      bigint   not null default 0,
+  numbered_count      bigint   not null default 0,
   closed_at           bigint,
   closed_reason       text,
-  -- When all frames are hidden, and then deleted.
+  -- When all frames are hidden.
   expires_at          bigint,
+  -- When the stream is looked at for frames and rows to delete. It is not raised with every append, because it is indexed.
+  sweep_at            bigint   not null,
   constraint stream_pkey primary key (partition_key, execution_id, attempt_index),
   constraint stream_closed_has_reason check ((closed_at is null) = (closed_reason is null))
 ) with (fillfactor = 50);
-create index stream_due on stream (expires_at) where expires_at is not null;
+create index stream_due on stream (sweep_at);
+
+-- How a stream changes when the lease of an epoch ends: with a reason, it is closed at that time unless it is closed already; a
+-- reclaim replaces the reason of a lost lease. An append that held the lock may have stored a frame after the time of the end.
+create function ff_ended_stream(s stream, epoch bigint, reason text, at bigint)
+  returns table (released_epoch bigint, closed_at bigint, closed_reason text, expires_at bigint, sweep_at bigint)
+  language sql stable parallel safe
+  begin atomic
+    select epoch, c.closed_at, case when reason = 'reclaimed' then reason else coalesce(s.closed_reason, reason) end,
+           c.expires_at, least(s.sweep_at, c.expires_at)
+      from (select coalesce(s.closed_at, e.at) as closed_at,
+                   case when s.closed_at is null then least(s.expires_at, e.at + s.retention_ttl_ms) else s.expires_at end as expires_at
+              from (select case when reason is not null then greatest(ff_ended_stream.at, s.last_frame_at) end as at) e) c;
+  end;
 
 create table stream_frame (
   partition_key   smallint   not null,
@@ -101,6 +120,16 @@ create table feed_trim (
   trims    bigint not null default 1,
   constraint feed_trim_pkey primary key (family)
 );
+
+-- The server that the transaction ids of new events come from. A restore of a dump creates the table anew, on the same server
+-- too. A standby that was promoted, and a server that was recovered to a point in time, may lack transactions and use their ids
+-- again: they have a new timeline. Until the first checkpoint of a timeline only the end of the recovery names it. A checkpoint
+-- clears that, so it is read first.
+create function ff_event_origin() returns text language sql volatile as $$
+  select concat_ws('.', (select system_identifier from pg_control_system()),
+                   greatest((select min_recovery_end_timeline from pg_control_recovery()), (select timeline_id from pg_control_checkpoint())),
+                   'event'::regclass::oid)
+$$;
 
 -- The servers that the transaction ids of the events come from, the current one last. After a restore on another server the
 -- transaction ids of the events up to restored_event_id mean nothing; those events are in the past.

@@ -169,7 +169,8 @@ class Wakeups:
             return
         for family in families:
             self.feeds.wake(family)
-            self.hints.send(family.value)
+            # Every claim writes lease events: a hint of its own for each would double the number of hints.
+            self.hints.send(family.value, can_wait=family is EventFamily.LEASE)
 
     def lost(self, leases: Sequence[LostLease]) -> None:
         """Notify the holders of leases that ended without their call."""

@@ -53,6 +53,9 @@ class Feed(Generic[Event]):
 
     def events(self, row: Record, cursors: EventCursors, skipped: int) -> Iterator[Event]:
         """The events of a row after its first `skipped` ones; raise Undecodable before the first one is returned."""
+        executions, leases = row["execution_ids"], row["lease_ids"]
+        if leases is not None and len(leases) != len(executions or ()):
+            raise Undecodable("the numbers of executions and leases differ")
         return self.decode(row, _members(row, cursors, skipped))
 
 
@@ -84,138 +87,62 @@ def _flow_id(row: Record) -> FlowId | None:
     return None if row["flow_id"] is None else FlowId(row["flow_id"])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LeaseKind:
+    """How a row of a kind becomes events of leases."""
+
+    make: Callable[..., LeaseEvent]
+    lease_field: str | None = "lease_id"
+    """The field with the id of the lease."""
+    worker_field: str | None = None
+    """The field with the worker instance."""
+    other_fields: Callable[[Record], dict[str, object]] = lambda _: {}
+
+
 def _leases(row: Record, members: Iterator[Member]) -> Iterator[LeaseEvent]:
     try:
-        make = _LEASE_EVENTS[row["kind"]]
+        kind = _LEASE_KINDS[row["kind"]]
     except KeyError:
         raise Undecodable(f"the kind {row['kind']!r} is unknown") from None
-    return make(row, members)
+    fields = {key: row[key] for key in ("at", "lease_epoch", "attempt_index")} | kind.other_fields(row)
+    if kind.worker_field is not None:
+        fields[kind.worker_field] = row["worker_instance_id"]
+    return _made(kind, fields, members)
 
 
-def _acquired(row: Record, members: Iterator[Member]) -> Iterator[LeaseAcquired]:
+def _made(kind: _LeaseKind, fields: dict[str, object], members: Iterator[Member]) -> Iterator[LeaseEvent]:
+    make, lease_field = kind.make, kind.lease_field
+    for cursor, execution_id, lease_id in members:
+        fields["cursor"], fields["execution_id"] = cursor, execution_id
+        if lease_field is not None:
+            fields[lease_field] = lease_id
+        yield make(**fields)
+
+
+def _acquire_reason(row: Record) -> dict[str, object]:
     try:
-        reason = None if row["reason"] is None else AcquireReason(row["reason"])
+        return {"reason": None if row["reason"] is None else AcquireReason(row["reason"])}
     except ValueError:
         raise Undecodable(f"the reason {row['reason']!r} of a lease is unknown") from None
-    at, epoch, index, worker = row["at"], row["lease_epoch"], row["attempt_index"], row["worker_instance_id"]
-    return (
-        LeaseAcquired(
-            cursor=cursor,
-            execution_id=execution_id,
-            at=at,
-            lease_epoch=epoch,
-            attempt_index=index,
-            lease_id=lease_id,
-            worker_instance_id=worker,
-            reason=reason,
-        )
-        for cursor, execution_id, lease_id in members
-    )
-
-
-def _renewed(row: Record, members: Iterator[Member]) -> Iterator[LeaseRenewed]:
-    at, epoch, index, worker = row["at"], row["lease_epoch"], row["attempt_index"], row["worker_instance_id"]
-    return (
-        LeaseRenewed(
-            cursor=cursor,
-            execution_id=execution_id,
-            at=at,
-            lease_epoch=epoch,
-            attempt_index=index,
-            lease_id=lease_id,
-            worker_instance_id=worker,
-        )
-        for cursor, execution_id, lease_id in members
-    )
-
-
-def _released(row: Record, members: Iterator[Member]) -> Iterator[LeaseReleased]:
-    reason = _RELEASE_REASONS.get(row["reason"], row["reason"])
-    at, epoch, index, worker = row["at"], row["lease_epoch"], row["attempt_index"], row["worker_instance_id"]
-    return (
-        LeaseReleased(
-            cursor=cursor,
-            execution_id=execution_id,
-            at=at,
-            lease_epoch=epoch,
-            attempt_index=index,
-            lease_id=lease_id,
-            worker_instance_id=worker,
-            reason=reason,
-        )
-        for cursor, execution_id, lease_id in members
-    )
-
-
-def _expired(row: Record, members: Iterator[Member]) -> Iterator[LeaseExpired]:
-    return (
-        LeaseExpired(
-            cursor=cursor,
-            execution_id=execution_id,
-            at=row["at"],
-            lease_epoch=row["lease_epoch"],
-            attempt_index=row["attempt_index"],
-            lease_id=lease_id,
-            prev_owner=row["worker_instance_id"],
-        )
-        for cursor, execution_id, lease_id in members
-    )
-
-
-def _reclaimed(row: Record, members: Iterator[Member]) -> Iterator[LeaseReclaimed]:
-    return (
-        LeaseReclaimed(
-            cursor=cursor,
-            execution_id=execution_id,
-            at=row["at"],
-            lease_epoch=row["lease_epoch"],
-            attempt_index=row["attempt_index"],
-            new_lease_id=lease_id,
-            new_owner=row["worker_instance_id"],
-        )
-        for cursor, execution_id, lease_id in members
-    )
-
-
-def _revoked(row: Record, members: Iterator[Member]) -> Iterator[LeaseRevoked]:
-    revoked_by = _details(row).get("revoked_by", "operator")
-    return (
-        LeaseRevoked(
-            cursor=cursor,
-            execution_id=execution_id,
-            at=row["at"],
-            lease_epoch=row["lease_epoch"],
-            attempt_index=row["attempt_index"],
-            lease_id=lease_id,
-            revoked_by=str(revoked_by),
-        )
-        for cursor, execution_id, lease_id in members
-    )
-
-
-def _replay_initiated(row: Record, members: Iterator[Member]) -> Iterator[LeaseReplayInitiated]:
-    return (
-        LeaseReplayInitiated(
-            cursor=cursor,
-            execution_id=execution_id,
-            at=row["at"],
-            lease_epoch=row["lease_epoch"],
-            attempt_index=row["attempt_index"],
-            reason=row["reason"],
-        )
-        for cursor, execution_id, _ in members
-    )
 
 
 _RELEASE_REASONS = {reason.value: reason for reason in ReleaseReason}
-_LEASE_EVENTS: Mapping[str, Callable[[Record, Iterator[Member]], Iterator[LeaseEvent]]] = {
-    EventKind.ACQUIRED: _acquired,
-    EventKind.RENEWED: _renewed,
-    EventKind.RELEASED: _released,
-    EventKind.EXPIRED: _expired,
-    EventKind.RECLAIMED: _reclaimed,
-    EventKind.REVOKED: _revoked,
-    EventKind.REPLAY_INITIATED: _replay_initiated,
+_LEASE_KINDS: Mapping[str, _LeaseKind] = {
+    EventKind.ACQUIRED: _LeaseKind(make=LeaseAcquired, worker_field="worker_instance_id", other_fields=_acquire_reason),
+    EventKind.RENEWED: _LeaseKind(make=LeaseRenewed, worker_field="worker_instance_id"),
+    EventKind.RELEASED: _LeaseKind(
+        make=LeaseReleased,
+        worker_field="worker_instance_id",
+        other_fields=lambda row: {"reason": _RELEASE_REASONS.get(row["reason"], row["reason"])},
+    ),
+    EventKind.EXPIRED: _LeaseKind(make=LeaseExpired, worker_field="prev_owner"),
+    EventKind.RECLAIMED: _LeaseKind(make=LeaseReclaimed, lease_field="new_lease_id", worker_field="new_owner"),
+    EventKind.REVOKED: _LeaseKind(
+        make=LeaseRevoked, other_fields=lambda row: {"revoked_by": str(_details(row).get("revoked_by", "operator"))}
+    ),
+    EventKind.REPLAY_INITIATED: _LeaseKind(
+        make=LeaseReplayInitiated, lease_field=None, other_fields=lambda row: {"reason": row["reason"]}
+    ),
 }
 
 

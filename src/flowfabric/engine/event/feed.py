@@ -27,8 +27,10 @@ CLOSING = "the engine is closing"
 class Feeds:
     """Opens subscriptions, and ends them when the engine shuts down."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, pool_size: int) -> None:
         self._store = store
+        # Readers that are woken at once leave connections for others.
+        self._reads = asyncio.Semaphore(max(pool_size // 2, 1))
         self._readers: dict[asyncio.Task[None], Buffer[Any]] = {}
         self._refuses = False
 
@@ -99,7 +101,7 @@ class Feeds:
         is_oldest: bool,
     ) -> tuple[Position, "asyncio.Task[None]"]:
         self._check_open(feed)
-        reader = Reader(self._store, feed, filter, buffer)
+        reader = Reader(self._store, feed, filter, buffer, reads=self._reads)
         started = await reader.start(position, is_oldest=is_oldest)
         self._check_open(feed)
         task = create_shared_task(reader.run(started))

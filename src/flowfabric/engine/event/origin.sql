@@ -1,8 +1,6 @@
 -- name: read_is_current_origin
 -- Whether the events of the last recorded origin and new events have transaction ids of the same server.
--- A restore creates the table anew, on the same server too, so its oid is a part of the origin.
-select coalesce((select o.origin from feed_origin o order by o.generation desc limit 1)
-                = concat_ws('.', (select system_identifier from pg_control_system()), 'event'::regclass::oid), false) as is_current;
+select coalesce((select o.origin from feed_origin o order by o.generation desc limit 1) = ff_event_origin(), false) as is_current;
 
 -- name: lock_events
 -- Waits for the transactions that are writing events, and blocks new ones.
@@ -10,9 +8,16 @@ lock table event in share row exclusive mode;
 
 -- name: insert_origin
 -- Records this server as the origin of new events, unless it is; returns the new generation. The caller has locked the events.
-insert into feed_origin (generation, origin, restored_event_id)
-select coalesce(last.generation, 0) + 1, here.origin, coalesce((select e.event_id from event e order by e.event_id desc limit 1), 0)
-  from (select concat_ws('.', (select system_identifier from pg_control_system()), 'event'::regclass::oid) as origin) here
-  left join lateral (select o.generation, o.origin from feed_origin o order by o.generation desc limit 1) last on true
- where last.origin is distinct from here.origin
-returning generation;
+-- Transaction ids of deleted events are forgotten: they are not comparable with those of this server.
+with recorded as (
+  insert into feed_origin (generation, origin, restored_event_id)
+  select coalesce(last.generation, 0) + 1, here.origin, coalesce((select e.event_id from event e order by e.event_id desc limit 1), 0)
+    from (select ff_event_origin() as origin) here
+    left join lateral (select o.generation, o.origin from feed_origin o order by o.generation desc limit 1) last on true
+   where last.origin is distinct from here.origin
+  returning generation
+),
+reset as (
+  update feed_trim set xid = '0' where exists (select from recorded)
+)
+select generation from recorded;

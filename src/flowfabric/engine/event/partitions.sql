@@ -4,11 +4,12 @@ select c.now, c.now - :retention_ms::bigint as oldest from (select ff_now() as n
 
 -- name: take_old_events
 -- Deletes events past their retention from the default partition, the oldest first; returns how many.
--- Transaction ids rise with time, so the index on (xid, event_id) returns the oldest events first. The limit is applied before
--- the check of the age, so that a call reads at most :limit events. The newest deleted event of each family is recorded in the same
--- transaction. Kinds that this version does not know count as lease events.
+-- Event ids rise with time, so the index on them returns the oldest events first. The limit is applied before the check of the
+-- age, so that a call reads at most :limit events. The newest deleted event of each family is recorded in the same transaction, and
+-- the highest transaction id, except that of restored events, which is from another server. Kinds that this version does not know
+-- count as lease events.
 with oldest as materialized (
-  select xid, event_id, at from event_default order by xid, event_id limit :limit
+  select xid, event_id, at from event_default order by event_id limit :limit
 ),
 old as materialized (
   select e.xid, e.event_id
@@ -22,7 +23,8 @@ deleted as (
 ),
 recorded as (
   insert into feed_trim as t (family, event_id, xid)
-  select coalesce(f.family, :other_family), max(d.event_id), max(d.xid)
+  select coalesce(f.family, :other_family), max(d.event_id),
+         coalesce(max(d.xid) filter (where d.event_id > coalesce((select max(o.restored_event_id) from feed_origin o), 0)), '0')
     from deleted d left join unnest(:families::text[], :kinds::text[]) as f(family, kind) on f.kind = d.kind
    group by 1 order by 1
   on conflict (family) do update

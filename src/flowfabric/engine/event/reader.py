@@ -102,8 +102,17 @@ class Reader(Generic[Event]):
     UNREACHABLE_SECONDS = 30.0
     """How long reads may fail before the subscription ends."""
 
-    def __init__(self, store: Store, feed: Feed[Event], filter: ScannerFilter | None, buffer: Buffer[Event]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        feed: Feed[Event],
+        filter: ScannerFilter | None,
+        buffer: Buffer[Event],
+        *,
+        reads: asyncio.Semaphore,
+    ) -> None:
         self._store = store
+        self._reads = reads
         self._feed = feed
         self._buffer = buffer
         self._is_rare = feed.family in RARE_FAMILIES
@@ -119,7 +128,7 @@ class Reader(Generic[Event]):
         blank = Position.oldest(self._feed.family)
         found = await self._look(blank, is_forced=True)
         blank = replace(blank, generation=found.generation, origin=found.origin, trims=found.deleted.trims)
-        return blank if is_oldest else blank.opened(found.snapshot, newest=found.newest).closed()
+        return blank if is_oldest else found.opened(blank).closed()
 
     async def run(self, position: Position) -> None:
         """Read until the subscription ends."""
@@ -151,7 +160,7 @@ class Reader(Generic[Event]):
         position = self._checked(position, found)
         if found.snapshot.next_xid == 0:
             return position
-        opened = position.opened(found.snapshot, newest=found.newest)
+        opened = found.opened(position)
         return opened if opened.has_late_events or opened.newest > opened.floor else opened.closed()
 
     def _checked(self, position: Position, found: "_Found") -> Position:
@@ -159,13 +168,11 @@ class Reader(Generic[Event]):
         if (rewound_to := found.restored_after(position)) is not None:
             position = position.rewound(rewound_to)
         self._check_deleted(position, found.deleted, found.snapshot)
-        if max(found.newest, found.deleted_newest) < position.floor:
+        if max(found.newest, found.deleted_newest) < max(position.last, position.floor):
             raise _refusal(
                 "cursor_ahead", "the store has no event with the id of this cursor: it lost its newest events"
             )
-        if position.window is not None:
-            return position
-        return replace(position, generation=found.generation, origin=found.origin, trims=found.deleted.trims)
+        return position if position.window is not None else replace(position, trims=found.deleted.trims)
 
     def _check_deleted(self, position: Position, deleted: TrimMark, current: Snapshot) -> None:
         if position.needs(deleted, position.window or current):
@@ -173,7 +180,7 @@ class Reader(Generic[Event]):
 
     async def _look(self, position: Position, *, is_forced: bool = False) -> "_Found":
         while True:
-            (row,) = await self._store.fetch(
+            (row,) = await self._fetch(
                 SQL.open_window,
                 family=self._feed.family,
                 floor=position.floor,
@@ -193,14 +200,17 @@ class Reader(Generic[Event]):
             rows = await self._retry(partial(self._page, position))
             self._check_deleted(position, _mark(rows[0]), position.window)
             cursors = CursorWriter(position)
-            for row in rows if rows[0]["event_id"] is not None else ():
+            if rows[0]["event_id"] is None:
+                # The row says only what was deleted.
+                rows = []
+            for row in rows:
                 skipped = position.nth if row["event_id"] == position.last else 0
                 position = replace(position, last=row["event_id"], nth=0)
                 if not row["is_match"]:
                     self._buffer.reached = position
                     continue
                 await self._put(row, cursors, skipped, position)
-            if len(rows) >= self.PAGE or rows[-1]["place"] == self._scanned:
+            if rows and (len(rows) >= self.PAGE or rows[-1]["place"] == self._scanned):
                 continue
             position = position.past_late_events() if position.has_late_events else position.closed()
         return position
@@ -243,7 +253,11 @@ class Reader(Generic[Event]):
                 "next_xid": before.next_xid,
                 "in_progress": before.in_progress,
             }
-        return await self._store.fetch(statement, **values)
+        return await self._fetch(statement, **values)
+
+    async def _fetch(self, statement: Statement, **values: object) -> list[Record]:
+        async with self._reads:
+            return await self._store.fetch(statement, **values)
 
     async def _retry(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         """Repeat a read that fails because of the store; give up after UNREACHABLE_SECONDS."""
@@ -283,6 +297,10 @@ class _Found:
         self.deleted_newest: int = row["trimmed_newest"]
         self._earlier_origin: str | None = row["earlier_origin"]
         self._restored: list[int] = row["restored"]
+
+    def opened(self, position: Position) -> Position:
+        """The position at the start of the window."""
+        return position.opened(self.snapshot, generation=self.generation, origin=self.origin, newest=self.newest)
 
     def restored_after(self, position: Position) -> int | None:
         """The newest event that was restored with the store after a position was reached; None if it was not."""

@@ -4,19 +4,20 @@
 -- then. next_xid is null if nothing can have become visible since. Otherwise it is the id of this transaction, which is higher than
 -- that of every transaction that was in progress when the snapshot was taken: the snapshot itself does not list transactions that
 -- began after the last one that has ended.
+-- Events with ids up to :floor can only come from those transactions: a transaction has its id before it draws an event id, and
+-- sessions do not cache numbers of the sequence, so a transaction that begins later draws higher ids.
 with seen as materialized (
   select pg_current_snapshot() as snapshot, coalesce((select e.event_id from event e order by e.event_id desc limit 1), 0) as newest
 )
 select s.snapshot, s.newest,
-       case when :is_forced::boolean or s.newest > :floor::bigint
+       case when :is_forced::boolean or s.newest > :floor::bigint or o.generation <> :generation::int
               or (:next_xid::bigint > :xmax::bigint and pg_snapshot_xmax(s.snapshot) > :xmax::text::xid8)
               or exists (select from unnest(:in_progress::bigint[]) as p(xid)
                           where pg_visible_in_snapshot(p.xid::text::xid8, s.snapshot))
          then pg_current_xact_id() end as next_xid,
-       coalesce(o.origin = concat_ws('.', (select system_identifier from pg_control_system()), 'event'::regclass::oid), false)
-         as is_current,
+       coalesce(o.origin = ff_event_origin(), false) as is_current,
        o.generation, o.origin, o.restored_event_id,
-       (select r.origin from feed_origin r where r.generation = :generation::int) as earlier_origin,
+       (select r.origin from feed_origin r where r.generation = :generation) as earlier_origin,
        array(select r.restored_event_id from feed_origin r where r.generation >= :generation order by r.generation) as restored,
        coalesce(t.trims, 0) as trims, coalesce(t.event_id, 0) as trimmed_event_id, coalesce(t.xid, '0') as trimmed_xid,
        coalesce((select max(a.event_id) from feed_trim a), 0) as trimmed_newest
@@ -65,11 +66,12 @@ select t.*, e.event_id, e.is_match, e.place, e.at, e.kind::text as kind, e.parti
                       select l.*
                         from (select e.* from event e
                                where e.xid = any(array(select p.xid::text::xid8 from unnest(:in_progress::bigint[]) as p(xid)))
-                                 and e.event_id > :after::bigint and e.event_id <= :newest::bigint
                               union all
                               select e.* from event e
                                where e.xid >= :xmax::bigint::text::xid8 and e.xid < :next_xid::bigint::text::xid8
-                                 and e.event_id > :after and e.event_id <= :newest) l
+                              -- Without it the planner may read all events between the ids below.
+                              offset 0) l
+                       where l.event_id > :after::bigint and l.event_id <= :newest::bigint
                        order by l.event_id limit :scanned
 -- include: page_tail
 

@@ -87,17 +87,25 @@ class Subscription(Generic[Event]):
         """Stop reading; events that were read and not taken are dropped, and `cursor` stays before them."""
         self._buffer.close()
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
+            await _ended(self._task)
 
     async def _started(self) -> Self:
         async with self._starting:
             if self._task is None and not self._buffer.is_closed:
-                position, self._task = await self._start(self._buffer)
+                position, task = await self._start(self._buffer)
+                if self._buffer.is_closed:
+                    await _ended(task)
+                    return self
+                self._task = task
                 self._cursor = encode_cursor(position)
                 # The reader does not refer to the subscription, so that dropping the subscription ends the reader.
                 weakref.finalize(self, _cancel, asyncio.get_running_loop(), self._task).atexit = False
         return self
+
+
+async def _ended(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.wait((task,))
 
 
 def _cancel(loop: asyncio.AbstractEventLoop, task: "asyncio.Task[None]") -> None:

@@ -252,7 +252,7 @@ class Create:
         instance_tags = [own and own.get(instance_key) for own in tags] if tag_ids else []
         has_instance_tags = any(each is not None for each in instance_tags)
         ((first_place, refused_by),) = await self._store.database.fetch(
-            SQL.insert_alike,
+            SQL.insert_alike_of_instances if has_instance_tags else SQL.insert_alike,
             {
                 **{name: value for name, value in shape.columns.items() if name != KIND_COLUMN},
                 "partition_key": shape.partition,
@@ -262,7 +262,7 @@ class Create:
                 **_input_limits(items.payloads),
                 "are_tagged": short_column([own is not None for own in tags]) if tag_ids else (False,),
                 "instance_tags": short_column(instance_tags),
-                "instance_key": instance_key if has_instance_tags else None,
+                **({"instance_key": instance_key} if has_instance_tags else {}),
                 "tag_ids": tag_ids,
                 "tag_keys": short_column([key for own in tags if own for key in own]),
                 "tag_values": short_column([value for own in tags if own for value in own.values()]),

@@ -1,6 +1,5 @@
--- name: insert_alike
--- Creates executions of one shape that start at once, with generated ids, so that none can exist already. Returns the place
--- of the first, and the state of their lane if it refuses them.
+-- fragment: alike
+-- Inserts executions of one shape that start at once, with generated ids, so that none can exist already.
 -- Arrays are unnested in select lists, which avoids a copy; values that all rows share are subqueries, evaluated once.
 with clock as materialized (select ff_now() as now),
 lane_state as materialized (
@@ -53,6 +52,23 @@ tagged as (
     from (select unnest(:tag_ids::uuid[]) as execution_id, unnest(:tag_keys::text[]) as key,
                  unnest(:tag_values::text[]) as value) t
    where (select is_accepted from lane_state)
+
+-- fragment: answer
+-- The place of the first execution, and the state of the lane if it refuses them.
+select places[1] as first_place, case when not is_accepted then (select state from lane where lane_no = :lane_no) end as refused_by
+  from drawn cross join lane_state
+
+-- name: insert_alike
+-- Creates executions of one shape that start at once and do not have the instance tag.
+-- include: alike
+)
+-- include: answer
+;
+
+-- name: insert_alike_of_instances
+-- As insert_alike, for executions of which some have the instance tag, and writes their events. A separate statement, because an
+-- insert of events costs time even without rows.
+-- include: alike
   returning execution_id, key, value
 ),
 -- Selected from the inserted tags, so that the transaction has its id before it draws an event id.
@@ -60,10 +76,10 @@ inserted_events as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, instance_tag, tags)
   select (select now from clock), execution_id, :partition_key, 'tag_attached'::event_kind, :namespace_no,
          max(value) filter (where key = :instance_key::text), jsonb_object_agg(key, value)
-    from tagged where :instance_key is not null group by execution_id having bool_or(key = :instance_key)
+    from tagged group by execution_id having bool_or(key = :instance_key)
 )
-select places[1] as first_place, case when not is_accepted then (select state from lane where lane_no = :lane_no) end as refused_by
-  from drawn cross join lane_state;
+-- include: answer
+;
 
 -- name: insert_executions
 -- Creates the new executions of a batch, in input order. Returns the number created per queue, and a row for each item that

@@ -1,7 +1,7 @@
 -- name: take_retained
 -- Deletes ended executions past their retention and all their rows, the oldest after :since first: only those in :only
--- unless that is null, and none of :skipped. Returns how many, and the time up to which none is left except locked and
--- skipped ones. Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
+-- unless that is null, and none of :skipped. Returns how many, the time up to which none is left except locked and skipped ones,
+-- and whether there are streams. Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
 with clock as materialized (select ff_now() as now),
 -- Whole rows of retained until :limit executions are reached, each locked as it is read; later rows are not locked.
 batch as materialized (
@@ -82,7 +82,7 @@ waitpoints as (
 signals as (
   delete from signal g using deleted d
    where g.partition_key = any(array[d.partition_key]) and g.execution_id = d.execution_id and exists (select from signal)),
--- Skipped entirely if there are no streams. take_retained_frames has deleted most of the frames.
+-- Skipped entirely if there are no streams.
 streams as (
   delete from stream s using deleted d
    where s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id and exists (select from stream)),
@@ -101,33 +101,63 @@ outcomes as (
                 select k.ctid as tid from idempotency_key k
                  where k.partition_key = d.partition_key and k.operation = 'suspend' and k.scope = d.execution_id offset 0) k
           where exists (select from suspension))))
-select (select count(*) from deleted) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached;
+select (select count(*) from deleted) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached,
+       exists (select from stream) as has_streams;
 
--- name: take_retained_frames
--- Deletes up to :frames frames of the executions that take_retained would delete, so that it deletes few rows for each of them.
--- Skipped entirely if there are no streams.
-with clock as materialized (select ff_now() as now),
+-- name: read_frames_to_trim
+-- Whether the executions that take_retained would delete have more than :frames frames together (is_cut); if so, the first of
+-- them that fit, and the one that does not (next_id). Reads nothing but the clock if there are no streams.
+with due as materialized (
+  select r.partition_key, r.execution_id, row_number() over () as nth
+    from (select r.partition_key, r.ended_at, m.execution_id
+            from (select r.partition_key, r.execution_ids, r.ended_at from retained r
+                   where r.retain_until > :since and r.retain_until <= (select ff_now()) and not r.execution_ids <@ :skipped::uuid[]
+                   order by r.retain_until limit :limit) r
+           cross join lateral unnest(r.execution_ids) as m(execution_id)
+           where m.execution_id <> all(:skipped)
+           limit :limit) r
+   cross join lateral (
+         select from execution e
+          where e.partition_key = r.partition_key and e.execution_id = r.execution_id and e.lifecycle_phase = 'terminal'
+            and e.last_transition_at = r.ended_at limit 1) e
+   where exists (select from stream)
+),
+frame as materialized (
+  select d.nth
+    from (select * from due order by nth) d
+   cross join lateral (
+         select from stream_frame f where f.partition_key = d.partition_key and f.execution_id = d.execution_id offset 0) f
+   limit :frames::bigint + 1
+),
+total as materialized (
+  select count(*) > :frames as is_cut, max(nth) as nth from frame
+)
+select t.is_cut, array(select d.execution_id from due d where t.is_cut and d.nth < t.nth) as fitting_ids,
+       d.partition_key as next_partition, d.execution_id as next_id
+  from total t
+  left join due d on t.is_cut and d.nth = t.nth;
+
+-- name: take_ended_frames
+-- Hides all frames of an ended execution, and deletes up to :frames of them; returns how many.
+with ended as materialized (
+  select e.partition_key, e.execution_id from execution e
+   where e.partition_key = :partition_key and e.execution_id = :execution_id and e.lifecycle_phase = 'terminal'
+     for update skip locked
+),
+hidden as (
+  update stream s set first_frame_no = s.frame_count + 1
+    from ended e
+   where s.partition_key = any(array[e.partition_key]) and s.execution_id = e.execution_id and s.first_frame_no <= s.frame_count
+),
 deleted as (
   delete from stream_frame
    where ctid = any(array(
          select f.tid
-           from (select r.partition_key, r.ended_at, m.execution_id
-                   from (select r.partition_key, r.execution_ids, r.ended_at from retained r
-                          where r.retain_until > :since and r.retain_until <= (select now from clock)
-                            and not r.execution_ids <@ :skipped::uuid[]
-                          order by r.retain_until limit :limit) r
-                  cross join lateral unnest(r.execution_ids) as m(execution_id)
-                  where exists (select from stream)
-                  limit :limit) r
-          cross join lateral (
-                select e.partition_key, e.execution_id from execution e
-                 where e.partition_key = r.partition_key and e.execution_id = r.execution_id and e.lifecycle_phase = 'terminal'
-                   and e.last_transition_at = r.ended_at limit 1) e
+           from ended e
           cross join lateral (
                 select f.ctid as tid from stream_frame f
                  where f.partition_key = e.partition_key and f.execution_id = e.execution_id
-                 order by f.attempt_index, f.ms, f.seq limit :frames) f
-          limit :frames))
+                 order by f.attempt_index, f.ms, f.seq limit :frames) f))
   returning 1)
 select count(*) as deleted from deleted;
 

@@ -212,18 +212,17 @@ deleted_grants as (
    where l.was_granted and g.partition_key = any(array[l.partition_key]) and g.execution_id = l.execution_id
 ),
 -- The stream of an interrupted attempt was closed when its lease was marked as expired, or at the latest now. A stream that an
--- append in progress has locked is left: the append is refused, and readers see that another attempt has begun.
+-- append has locked, or has changed since the statement began, is left as it is: readers get the reason from the attempt.
 closed_streams as (
   update stream s
-     set closed_reason = 'reclaimed', closed_at = coalesce(s.closed_at, (select now from clock)), released_epoch = l.lease_epoch - 1,
-         expires_at = case when s.closed_at is null then least(s.expires_at, (select now from clock) + s.retention_ttl_ms) else s.expires_at end
+     set (released_epoch, closed_at, closed_reason, expires_at, sweep_at) = (
+           select * from ff_ended_stream(s, l.lease_epoch - 1, 'reclaimed', (select now from clock)))
     from leased l
    cross join lateral (
-         select s.attempt_index from stream s
+         select s.ctid as tid from stream s
           where s.partition_key = l.partition_key and s.execution_id = l.execution_id and s.attempt_index = l.attempt_count - 2
             for update skip locked) o
-   where l.had_stream and l.branch = 'reclaimed'
-     and s.partition_key = any(array[l.partition_key]) and s.execution_id = l.execution_id and s.attempt_index = o.attempt_index
+   where l.had_stream and l.branch = 'reclaimed' and s.ctid = o.tid
 ),
 deleted_listings as (
   delete from listed i using leased l

@@ -112,7 +112,7 @@ select e.partition_key, e.execution_id, rule.problem
               count(*) filter (where y.frame_count < 1 or y.first_frame_no not between 1 and y.frame_count + 1
                 or (y.has_durable_frame and y.closed_at is null and y.expires_at is not null)) as miscounted,
               count(*) filter (where y.first_frame_no <= y.frame_count
-                and (f.frame_no, f.ms, f.seq) <> (y.frame_count, y.last_ms, y.last_seq)) as mislast,
+                and (f.frame_no, f.ms, f.seq) is distinct from (y.frame_count, y.last_ms, y.last_seq)) as mislast,
               count(*) filter (where z.version is not null and not y.has_durable_frame) as unpatched
          from stream y
          left join lateral (

@@ -1,7 +1,8 @@
 """Appending of frames to the streams of attempts, many callers in one transaction."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import TypeAlias
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
@@ -10,6 +11,7 @@ from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.row import lock_execution
 from flowfabric.engine.store import Store, error_of
+from flowfabric.engine.stream.expire import check_ms
 from flowfabric.engine.stream.frame_batch import FrameBatch, Writer, key_columns, target_columns, write_columns
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Handle, check_handle
@@ -31,7 +33,6 @@ Appended: TypeAlias = list[AppendFrameOutcome | EngineError]
 Refusal: TypeAlias = Callable[[], EngineError]
 
 _POLICY = StreamPolicy()
-_DEFAULTS = {"durability_mode": _POLICY.durability_mode.value, "retention_maxlen": _POLICY.retention_maxlen}
 
 
 class Held(Enum):
@@ -48,6 +49,11 @@ class Streams:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._defaults: Mapping[str, object] = {
+            "durability_mode": _POLICY.durability_mode.value,
+            "retention_maxlen": _POLICY.retention_maxlen,
+            "check_ms": check_ms(store.rules),
+        }
         self._open: dict[Writer, FrameBatch] = {}
         """Batches that still accept frames: those not handed to a transaction yet."""
         self._batch: Batch[FrameBatch, Appended] = Batch(
@@ -83,6 +89,20 @@ class Streams:
         except StoreFault as fault:
             raise error_of(fault) from fault
 
+    async def append_numbered(
+        self, handle: Handle, frames: Sequence[Frame], *, first_number: int
+    ) -> Sequence[AppendFrameOutcome | EngineError]:
+        """Append frames in one transaction; repeating the call with the same numbers stores nothing twice.
+
+        The worker numbers the frames that it appends under its lease, from 1 on. It repeats a call whose outcome is
+        unknown before it makes the next one. The answer to the repeat of a stored frame has the id of the newest frame.
+        """
+        batch = FrameBatch(Writer.of(handle), frames, first_number=first_number)
+        try:
+            return await self._batch.put(batch)
+        except StoreFault as fault:
+            raise error_of(fault) from fault
+
     async def drain(self) -> None:
         """Wait until every append in progress is answered."""
         await self._batch.drain()
@@ -92,7 +112,7 @@ class Streams:
             self._close(batch)
 
         async def append(transaction: Transaction) -> list[Appended | Locked]:
-            found = await _locked(transaction, batches, Held.NOTHING)
+            found = await self._locked(transaction, batches, Held.NOTHING)
             return await _append(transaction, batches, found)
 
         answers = await self._store.database.transact(append)
@@ -110,7 +130,7 @@ class Streams:
             if len(batch.frames) == 1 or fault.retryable or fault.code == "execution_not_found":
                 return [fault.copy() for _ in batch.frames]
             # A frame that the store rejects must not fail the others.
-            return [(await self._append_alone(FrameBatch(batch.writer, [one])))[0] for one in batch.frames]
+            return [(await self._append_alone(one))[0] for one in batch.split()]
         assert not isinstance(answer, Locked), "the rows are locked"
         return answer
 
@@ -124,12 +144,48 @@ class Streams:
             await transaction.fetch(
                 SQL.lock_stream, partition_key=partition, execution_id=uuid, attempt_index=attempt_index
             )
-            found = await _locked(transaction, [batch], held)
+            found = await self._locked(transaction, [batch], held)
             return await _append(transaction, [batch], found)
 
         answers = await self._store.transact(append, execution_id=batch.writer.execution_id)
         self._wake([batch], answers)
         return answers[0]
+
+    async def _locked(
+        self, transaction: Transaction, batches: Sequence[FrameBatch], held: Held
+    ) -> list[OpenStream | Refusal | Locked]:
+        """Lock the streams of batches; return each as it is stored, or why nothing may be appended to it.
+
+        LOCKED stands for a stream or an execution that another session has locked, and for a writer that may have lost
+        its lease, which only the locks that `held` does not name would decide.
+        """
+        rows = await transaction.fetch(SQL.lock_streams, **target_columns(batches))
+        if held is Held.EXECUTION and rows[0]["verdict"] == "lease_expired":
+            # A renewal in progress may have extended it.
+            partition, uuid, _ = batches[0].key
+            await transaction.fetch(SQL.lock_claim, partition_key=partition, execution_id=uuid)
+            rows = await transaction.fetch(SQL.lock_streams, **target_columns(batches))
+        found = [_judge(batch, row, held) for batch, row in zip(batches, rows, strict=True)]
+        absent: list[int] = []
+        for at, (batch, row) in enumerate(zip(batches, rows, strict=True)):
+            if row["verdict"] == "ok" and not row["is_locked"] and not row["is_present"]:
+                if any(_is_valid(frame) for frame in batch.frames):
+                    absent.append(at)
+                else:
+                    # Not created: nothing will be appended.
+                    found[at] = OpenStream(now=row["now"], retention_maxlen=0)
+        if absent:
+            opened = await transaction.fetch(
+                SQL.open_streams, **target_columns([batches[at] for at in absent]), **self._defaults
+            )
+            for at, row in zip(absent, opened, strict=True):
+                # The time of the first statement: all frames of a transaction have the same.
+                if row["retention_maxlen"] is not None:
+                    found[at] = OpenStream(now=rows[at]["now"], retention_maxlen=row["retention_maxlen"])
+                elif held is Held.EXECUTION:
+                    # The lease has expired since the first statement.
+                    found[at] = _refusal(batches[at], row, row["verdict"])
+        return found
 
     def _close(self, batch: FrameBatch) -> None:
         """Add no more frames to a batch: a transaction now appends it."""
@@ -158,7 +214,7 @@ async def _append(
     answers: list[Appended | Locked] = []
     for batch, target in zip(batches, found, strict=True):
         if isinstance(target, OpenStream):
-            answers.append([_try(target, frame) for frame in batch.frames])
+            answers.append(_append_batch(target, batch))
         elif isinstance(target, Locked):
             answers.append(target)
         else:
@@ -168,9 +224,24 @@ async def _append(
     return answers
 
 
-def _try(stream: OpenStream, frame: Frame) -> AppendFrameOutcome | EngineError:
+def _append_batch(stream: OpenStream, batch: FrameBatch) -> Appended:
+    frames, first = batch.frames, batch.first_number
+    if first is None:
+        return [_try(stream.append, frame) for frame in frames]
+    epoch = batch.writer.lease_epoch
+    stored = stream.count_stored(epoch, first, len(frames))
+    return [
+        *stream.answers_again(frames[:stored]),
+        *(
+            _try(partial(stream.append_numbered, epoch=epoch, number=first + nth), frames[nth])
+            for nth in range(stored, len(frames))
+        ),
+    ]
+
+
+def _try(append: Callable[[Frame], AppendFrameOutcome], frame: Frame) -> AppendFrameOutcome | EngineError:
     try:
-        return stream.append(frame)
+        return append(frame)
     except EngineError as refusal:
         return refusal
 
@@ -178,44 +249,8 @@ def _try(stream: OpenStream, frame: Frame) -> AppendFrameOutcome | EngineError:
 def _summary(row: Record) -> Summary:
     if row["version"] is None:
         return Summary({}, 0, 0)
-    return Summary(decode_document(row["document"]), row["version"], row["first_applied_ms"])
-
-
-async def _locked(
-    transaction: Transaction, batches: Sequence[FrameBatch], held: Held
-) -> list[OpenStream | Refusal | Locked]:
-    """Lock the streams of batches; return each as it is stored, or why nothing may be appended to it.
-
-    LOCKED stands for a stream or an execution that another session has locked, and for a writer that may have lost its
-    lease, which only the locks that `held` does not name would decide.
-    """
-    rows = await transaction.fetch(SQL.lock_streams, **target_columns(batches))
-    if held is Held.EXECUTION and rows[0]["verdict"] == "lease_expired":
-        # A renewal in progress may have extended it.
-        partition, uuid, _ = batches[0].key
-        await transaction.fetch(SQL.lock_claim, partition_key=partition, execution_id=uuid)
-        rows = await transaction.fetch(SQL.lock_streams, **target_columns(batches))
-    found = [_judge(batch, row, held) for batch, row in zip(batches, rows, strict=True)]
-    absent: list[int] = []
-    for at, (batch, row) in enumerate(zip(batches, rows, strict=True)):
-        if row["verdict"] == "ok" and not row["is_locked"] and not row["is_present"]:
-            if any(_is_valid(frame) for frame in batch.frames):
-                absent.append(at)
-            else:
-                # Not created: nothing will be appended.
-                found[at] = OpenStream(now=row["now"], retention_maxlen=0)
-    if absent:
-        opened = await transaction.fetch(
-            SQL.open_streams, **target_columns([batches[at] for at in absent]), **_DEFAULTS
-        )
-        for at, row in zip(absent, opened, strict=True):
-            # The time of the first statement: all frames of a transaction have the same.
-            if row["retention_maxlen"] is not None:
-                found[at] = OpenStream(now=rows[at]["now"], retention_maxlen=row["retention_maxlen"])
-            elif held is Held.EXECUTION:
-                # The lease has expired since the first statement.
-                found[at] = _refusal(batches[at], row, row["verdict"])
-    return found
+    document: bytes = row["document"]
+    return Summary(decode_document(document), row["version"], row["first_applied_ms"], len(document))
 
 
 def _is_valid(frame: Frame) -> bool:
@@ -236,10 +271,11 @@ def _judge(batch: FrameBatch, row: Record, held: Held) -> OpenStream | Refusal |
         return _refusal(batch, row, verdict)
     if not row["is_locked"]:
         return LOCKED
-    if row["released_epoch"] >= batch.writer.lease_epoch:
-        return LOCKED if held is Held.NOTHING else _refusal(batch, row, "stale")
-    if row["closed_reason"] is not None:
-        return LOCKED if held is Held.NOTHING else _refusal(batch, row, "closed")
+    is_closed = row["closed_reason"] is not None
+    if is_closed or row["released_epoch"] >= batch.writer.lease_epoch:
+        # The stream was locked after the execution was read, and the lease ended in between. A statement that begins
+        # with the lock sees the execution of that end, so it refuses here only a stream that was closed by hand.
+        return LOCKED if held is Held.NOTHING else _refusal(batch, row, "closed" if is_closed else "stale")
     return OpenStream(now=row["now"], retention_maxlen=row["retention_maxlen"], stored=row)
 
 

@@ -49,7 +49,7 @@ seen as materialized (
 )
 select i.now, i.verdict, i.lifecycle_phase, s.attempt_index is not null as is_locked, s.last_ms, s.last_seq, s.frame_count, s.first_frame_no,
        s.total_bytes, s.has_durable_frame, s.ema_rate_hz, s.last_append_ts_ms, s.maxlen_applied_last, s.retention_maxlen,
-       s.expires_at, s.closed_reason, s.released_epoch, x.is_present
+       s.expires_at, s.sweep_at, s.numbered_epoch, s.numbered_count, s.closed_reason, s.released_epoch, x.is_present
   from seen i
   left join lateral (
        select s.* from stream s
@@ -78,7 +78,8 @@ select from claim r
 
 -- name: open_streams
 -- Creates the streams of executions that can be locked without waiting and whose fence is current. The verdict is null if the
--- execution is locked by another session; is_opened is false if the stream has been created since.
+-- execution is locked by another session; retention_maxlen is null if no stream was created, for example because another session
+-- has created it since. A stream is first swept after :check_ms, unless its frames expire before.
 with clock as materialized (select ff_now() as now),
 -- include: item
 ,
@@ -101,16 +102,16 @@ attached as (
 ),
 opened as (
   insert into stream (partition_key, execution_id, attempt_index, attempt_id, created_at, durability_mode, retention_maxlen,
-                      retention_ttl_ms)
+                      retention_ttl_ms, sweep_at)
   select h.partition_key, h.execution_id, h.attempt_index, coalesce(h.attempt_id, h.lease_id), h.now,
          coalesce(h.policy #>> '{stream_policy,durability_mode}', :durability_mode),
          coalesce((h.policy #>> '{stream_policy,retention_maxlen}')::int, :retention_maxlen::int),
-         (h.policy #>> '{stream_policy,retention_ttl_ms}')::bigint
+         (h.policy #>> '{stream_policy,retention_ttl_ms}')::bigint, h.now + :check_ms::bigint
     from held h where h.verdict = 'ok'
   on conflict (partition_key, execution_id, attempt_index) do nothing
   returning partition_key, execution_id, retention_maxlen
 )
-select h.now, h.verdict, o.retention_maxlen
+select h.verdict, o.retention_maxlen
   from held h left join opened o on o.partition_key = h.partition_key and o.execution_id = h.execution_id
  order by h.nth;
 
@@ -128,7 +129,7 @@ select s.document, s.version, s.first_applied_ms
 -- name: insert_frames
 -- Stores frames of streams that the transaction has locked, the streams as they are now, and their summaries, and deletes
 -- hidden frames of the streams that :trims names. :places and :summary_places are positions in the arrays of streams. A column of
--- frames whose values are all equal may be passed as one element.
+-- frames whose values are all equal may be passed as one element. A stream whose :sweeps is null keeps its sweep_at.
 with inserted as (
   insert into stream_frame (partition_key, execution_id, attempt_index, ms, seq, frame_no, at, mode, frame_type, payload,
                             correlation_id, summary_version, ttl_ms)
@@ -147,15 +148,19 @@ with inserted as (
 grown as materialized (
   select * from unnest(:partition_keys, :execution_ids, :attempt_indexes, :last_mss::bigint[], :last_seqs::int[],
                        :frame_counts::bigint[], :first_frame_nos::bigint[], :total_bytes::bigint[], :have_durable_frame::boolean[],
-                       :ema_rates_hz::float8[], :last_append_times::bigint[], :maxlens_applied::int[], :expiries::bigint[], :trims::int[])
+                       :ema_rates_hz::float8[], :last_append_times::bigint[], :maxlens_applied::int[], :expiries::bigint[], :sweeps::bigint[],
+                       :numbered_epochs::bigint[], :numbered_counts::bigint[], :trims::int[])
          as g(partition_key, execution_id, attempt_index, last_ms, last_seq, frame_count, first_frame_no, total_bytes,
-              has_durable_frame, ema_rate_hz, last_append_ts_ms, maxlen_applied, expires_at, trimmed)
+              has_durable_frame, ema_rate_hz, last_append_ts_ms, maxlen_applied, expires_at, sweep_at, numbered_epoch,
+              numbered_count, trimmed)
 ),
 updated as (
   update stream s
      set last_ms = g.last_ms, last_seq = g.last_seq, frame_count = g.frame_count, first_frame_no = g.first_frame_no,
          total_bytes = g.total_bytes, last_frame_at = :now, has_durable_frame = g.has_durable_frame, ema_rate_hz = g.ema_rate_hz,
-         last_append_ts_ms = g.last_append_ts_ms, maxlen_applied_last = g.maxlen_applied, expires_at = g.expires_at
+         last_append_ts_ms = g.last_append_ts_ms, maxlen_applied_last = g.maxlen_applied, expires_at = g.expires_at,
+         sweep_at = coalesce(g.sweep_at, s.sweep_at),
+         numbered_epoch = g.numbered_epoch, numbered_count = g.numbered_count
     from grown g
    where s.partition_key = any(array[g.partition_key]) and s.execution_id = g.execution_id and s.attempt_index = g.attempt_index
 ),

@@ -1,23 +1,34 @@
-"""Expiry of streams: the frames of expired streams are deleted."""
+"""Expiry of streams: hidden frames are deleted, and streams whose execution is gone."""
 
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.sweep import SweepResult
-from flowfabric.engine.store import Store
+from flowfabric.engine.store import Rules, Store
 
 SQL = statements_beside(__file__)
 
 STREAM_LIMIT = 500
 FRAME_LIMIT = 20_000
+HOUR_MS = 3_600_000
+
+
+def check_ms(rules: Rules) -> int:
+    """How long after its creation a stream is looked at, and again as long as it exists.
+
+    Most executions, and their streams with them, are deleted before. A version without streams leaves the streams of
+    the executions that it deletes.
+    """
+    return rules.retention_ms + HOUR_MS
 
 
 class StreamExpiry:
-    """Deletes the frames of streams whose readers no longer see them."""
+    """Deletes frames that readers no longer see."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def sweep_batch(self) -> SweepResult:
-        """Delete frames of expired streams, those that expired first; the result counts streams without frames left."""
-        (row,) = await self._store.fetch(SQL.take_expired_frames, limit=STREAM_LIMIT, frames=FRAME_LIMIT)
-        is_full = row["emptied"] >= STREAM_LIMIT or row["deleted"] >= FRAME_LIMIT
-        return SweepResult(row["emptied"], is_full)
+        """Delete hidden frames of the streams that are due; the result counts streams that have none left."""
+        (row,) = await self._store.fetch(
+            SQL.take_hidden_frames, limit=STREAM_LIMIT, frames=FRAME_LIMIT, check_ms=check_ms(self._store.rules)
+        )
+        return SweepResult(row["freed"], is_full=row["due"] >= STREAM_LIMIT or row["deleted"] >= FRAME_LIMIT)

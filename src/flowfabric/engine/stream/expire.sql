@@ -1,32 +1,72 @@
--- name: take_expired_frames
--- Deletes up to :frames frames of expired streams, those that expired first. A stream without frames is no longer due; its row
--- stays, and its later frames are visible. Returns the number of such streams and of deleted frames.
+-- name: take_hidden_frames
+-- Deletes up to :frames hidden frames of the streams that are due, those due first: all frames of expired streams, and those that
+-- appends have left. A stream without such frames is due again when it expires, or in :check_ms. An expired stream keeps its row,
+-- and its later frames are visible; a stream whose execution does not exist any more is deleted with its summary. Returns the
+-- number of streams that were due, of those that were freed of frames or deleted, and of deleted frames.
 with clock as materialized (select ff_now() as now),
 due as materialized (
-  select s.*, row_number() over (order by s.expires_at) as nth
-    from (select s.partition_key, s.execution_id, s.attempt_index, s.expires_at from stream s
-           where s.expires_at <= (select now from clock)
-           order by s.expires_at limit :limit
+  select s.partition_key, s.execution_id, s.attempt_index, s.expires_at, s.frame_count, s.first_frame_no,
+         row_number() over (order by s.sweep_at) as nth
+    from (select s.* from stream s
+           where s.sweep_at <= (select now from clock)
+           order by s.sweep_at limit :limit
              for update skip locked) s
 ),
-found as materialized (
-  select d.nth, f.tid
-    from (select * from due order by nth) d
+judged as materialized (
+  select d.partition_key, d.execution_id, d.attempt_index, d.nth, x.is_orphan, x.is_expired,
+         case when x.is_orphan or x.is_expired then d.frame_count + 1 else d.first_frame_no end as first_frame_no,
+         case when not x.is_expired then d.expires_at end as expires_at
+    from due d
+    left join lateral (
+         select true as is_present from execution e
+          where e.partition_key = d.partition_key and e.execution_id = d.execution_id limit 1) e on true
    cross join lateral (
-         select f.ctid as tid from stream_frame f
-          where f.partition_key = d.partition_key and f.execution_id = d.execution_id and f.attempt_index = d.attempt_index
-          order by f.ms, f.seq limit :frames) f
+         select e.is_present is null as is_orphan, coalesce(d.expires_at <= (select now from clock), false) as is_expired) x
+),
+-- The hidden frames are the oldest. The number of the oldest stored frame tells how many there are at most, so that visible ones
+-- are hardly read.
+found as materialized (
+  select j.nth, f.tid
+    from (select j.*, o.frame_no as oldest_no
+            from (select * from judged order by nth) j
+           cross join lateral (
+                 select f.frame_no from stream_frame f
+                  where f.partition_key = j.partition_key and f.execution_id = j.execution_id and f.attempt_index = j.attempt_index
+                  order by f.ms, f.seq limit 1) o
+           where o.frame_no < j.first_frame_no) j
+   cross join lateral (
+         select f.ctid as tid, f.frame_no from stream_frame f
+          where f.partition_key = j.partition_key and f.execution_id = j.execution_id and f.attempt_index = j.attempt_index
+          order by f.ms, f.seq limit least(j.first_frame_no - j.oldest_no, :frames)) f
+   where f.frame_no < j.first_frame_no
    limit :frames
 ),
 deleted as (
   delete from stream_frame where ctid = any(array(select tid from found)) returning 1
 ),
 -- The last stream of a full batch may have more frames.
-emptied as (
-  update stream s set expires_at = null, first_frame_no = s.frame_count + 1
-    from due d
-   where s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id and s.attempt_index = d.attempt_index
-     and ((select count(*) from found) < :frames or d.nth < (select max(nth) from found))
-  returning 1
+done as materialized (
+  select j.* from judged j
+   where (select count(*) from found) < :frames or j.nth < (select max(nth) from found)
+),
+kept as (
+  update stream s
+     set first_frame_no = d.first_frame_no, expires_at = d.expires_at,
+         sweep_at = least(d.expires_at, (select now from clock) + :check_ms::bigint)
+    from done d
+   where not d.is_orphan
+     and s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id and s.attempt_index = d.attempt_index
+),
+orphans as (
+  delete from stream s using done d
+   where d.is_orphan
+     and s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id and s.attempt_index = d.attempt_index
+),
+orphaned_summaries as (
+  delete from stream_summary s using done d
+   where d.is_orphan
+     and s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id and s.attempt_index = d.attempt_index
 )
-select (select count(*) from emptied) as emptied, (select count(*) from deleted) as deleted;
+select (select count(*) from due) as due,
+       (select count(*) from done d where d.is_orphan or d.is_expired or d.nth in (select nth from found)) as freed,
+       (select count(*) from deleted) as deleted;

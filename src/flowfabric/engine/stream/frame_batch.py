@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 from uuid import UUID
 
+from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import full_columns, short_columns
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
@@ -39,6 +40,9 @@ _STREAM_COLUMNS = (
     "last_append_times",
     "maxlens_applied",
     "expiries",
+    "sweeps",
+    "numbered_epochs",
+    "numbered_counts",
     "trims",
 )
 _SUMMARY_COLUMNS = ("summary_places", "documents", "versions", "patch_kinds", "first_applied_times")
@@ -66,14 +70,16 @@ class FrameBatch:
     BYTES_LIKE_A_FRAME = 2_048
     """A frame this large takes about twice the time of an empty one."""
 
-    __slots__ = ("_answers", "_bytes", "frames", "key", "writer")
+    __slots__ = ("_answers", "_bytes", "first_number", "frames", "key", "writer")
 
-    def __init__(self, writer: Writer, frames: Iterable[Frame] = ()) -> None:
+    def __init__(self, writer: Writer, frames: Iterable[Frame] = (), *, first_number: int | None = None) -> None:
         self.writer = writer
         self.key = (*split_execution_id(writer.execution_id), writer.attempt_index)
         self.frames = list(frames)
+        self.first_number = first_number
+        """The number of the first frame among those of its lease, if the writer numbers them."""
         self._answers: list[asyncio.Future[AppendFrameOutcome]] = []
-        self._bytes = 0
+        self._bytes = sum(len(frame.bytes) for frame in self.frames)
 
     @property
     def is_full(self) -> bool:
@@ -89,6 +95,14 @@ class FrameBatch:
     def has_patches(self) -> bool:
         """Whether the batch needs the summary of its stream."""
         return any(isinstance(frame.mode, DurableSummary) for frame in self.frames)
+
+    def split(self) -> "list[FrameBatch]":
+        """A batch for each frame."""
+        first = self.first_number
+        return [
+            FrameBatch(self.writer, [frame], first_number=None if first is None else first + nth)
+            for nth, frame in enumerate(self.frames)
+        ]
 
     def add(self, frame: Frame) -> "asyncio.Future[AppendFrameOutcome]":
         """Add a frame; return the future of its outcome, which its caller may cancel without affecting the others."""
@@ -106,7 +120,8 @@ class FrameBatch:
             if waiting.done():
                 continue
             if isinstance(answer, BaseException):
-                waiting.set_exception(answer)
+                # Each raised exception collects its own traceback.
+                waiting.set_exception(answer.copy() if isinstance(answer, StoreFault | EngineError) else answer)
             else:
                 waiting.set_result(answer)
 
@@ -159,6 +174,9 @@ def write_columns(grown: Sequence[tuple[FrameBatch, OpenStream]]) -> Mapping[str
                 stream.last_append_ts_ms,
                 stream.maxlen_applied_last,
                 stream.expires_at,
+                stream.sweep_at,
+                stream.numbered_epoch,
+                stream.numbered_count,
                 stream.trimmed,
             )
         )

@@ -48,7 +48,7 @@ class FollowedFrames:
     frames: Sequence[tuple[int, StreamFrame]]
     latest_attempt_index: int
     is_ended: bool
-    """Whether the execution has ended and no frame follows these."""
+    """Whether no frame follows these, because the execution or the last attempt asked for has ended."""
 
 
 class Tails:
@@ -131,16 +131,16 @@ class Tails:
         parsed, key = _stream_key(execution_id, attempt_index)
         with self._operation():
             rows = await self._store.fetch(SQL.read_summary, **key)
+        return _summary(parsed, rows[0]) if rows else None
+
+    async def read_newest_summary(self, execution_id: ExecutionId) -> SummaryDocument | None:
+        """The summary of the latest attempt that has one; None if no attempt has."""
+        partition, uuid = row_key(execution_id)
+        with self._operation():
+            rows = await self._store.fetch(SQL.read_newest_summary, partition_key=partition, execution_id=uuid)
         if not rows:
-            return None
-        row = rows[0]
-        return SummaryDocument(
-            document_json=row["document"],
-            version=row["version"],
-            patch_kind=literal(PatchKind, row["patch_kind"], context=f"read_summary {parsed}", field="patch_kind"),
-            last_updated_ms=row["last_updated_ms"],
-            first_applied_ms=row["first_applied_ms"],
-        )
+            raise error("execution_not_found", execution_id)
+        return None if rows[0]["document"] is None else _summary(execution_id, rows[0])
 
     async def follow(
         self,
@@ -149,10 +149,14 @@ class Tails:
         attempt_index: int,
         after: FrameId,
         block_ms: int,
+        last_attempt_index: int = INT32,
         count_limit: int = 256,
         visibility: TailVisibility = TailVisibility.ALL,
     ) -> FollowedFrames:
-        """The frames of an execution after a position, over all attempts; wait until there is one or it has ended."""
+        """The frames of an execution after a position, over all attempts; wait until there is one or it has ended.
+
+        With `last_attempt_index`, later attempts do not count, and the end is that of this attempt.
+        """
         partition, uuid = row_key(execution_id)
 
         async def query() -> FollowedFrames:
@@ -163,6 +167,7 @@ class Tails:
                 attempt_index=attempt_index,
                 after_ms=after.ms,
                 after_seq=after.seq,
+                last_attempt_index=last_attempt_index,
                 count_limit=count_limit,
                 excludes_best_effort=visibility is TailVisibility.EXCLUDE_BEST_EFFORT,
             )
@@ -316,6 +321,16 @@ def _check_visibility(value: object) -> TailVisibility:
             f"visibility: must be '' for all frames or '{TailVisibility.EXCLUDE_BEST_EFFORT}', got {shown(value)}",
         )
     return visibility
+
+
+def _summary(execution_id: ExecutionId, row: Record) -> SummaryDocument:
+    return SummaryDocument(
+        document_json=row["document"],
+        version=row["version"],
+        patch_kind=literal(PatchKind, row["patch_kind"], context=f"summary of {execution_id}", field="patch_kind"),
+        last_updated_ms=row["last_updated_ms"],
+        first_applied_ms=row["first_applied_ms"],
+    )
 
 
 def _closed_reason(execution_id: ExecutionId, row: Record) -> ClosedReason | None:

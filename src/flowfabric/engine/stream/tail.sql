@@ -9,25 +9,29 @@ and not (:excludes_best_effort and f.mode = 'best_effort')
 
 -- name: list_frames
 -- The visible frames between two positions, each with when and why the stream was closed; one row without a frame if there is
--- none, and no row if the attempt has no stream. The order is that of the inner query: sorting again would copy the payloads.
+-- none, and no row if the attempt has no stream. The caller orders them: a sort here would copy the payloads.
 with clock as materialized (select ff_now() as now)
-select coalesce(s.closed_at, a.ended_at) as closed_at, coalesce(s.closed_reason, a.reason) as closed_reason,
+select coalesce(s.closed_at, e.ended_at, a.ended_at) as closed_at,
+       case when a.is_reclaimed then 'reclaimed'
+            else coalesce(s.closed_reason, e.reason, case when a.ended_at is not null then 'attempt_failure' end) end as closed_reason,
        -- include: frame_columns
   from stream s
-  -- The previous version ends attempts without closing their streams.
+  -- The previous version ends attempts without closing their streams, and a claim does not wait for a locked stream.
   left join lateral (
        select e.last_transition_at as ended_at,
               case e.terminal_outcome when 'success' then 'attempt_success' when 'cancelled' then 'attempt_cancelled'
                    when 'expired' then 'expired' when 'skipped' then 'dependency_impossible' else 'attempt_failure' end as reason
          from execution e
-        where e.partition_key = s.partition_key and e.execution_id = s.execution_id
+        where s.closed_at is null and e.partition_key = s.partition_key and e.execution_id = s.execution_id
           and e.lifecycle_phase = 'terminal' and e.attempt_count = s.attempt_index + 1
-        union all
-       select a.ended_at, case a.attempt_state when 'interrupted_reclaimed' then 'reclaimed' else 'attempt_failure' end
+        limit 1) e on true
+  left join lateral (
+       select a.ended_at, a.attempt_state = 'interrupted_reclaimed' as is_reclaimed
          from attempt a
-        where a.partition_key = s.partition_key and a.execution_id = s.execution_id and a.attempt_index = s.attempt_index
+        where (s.closed_at is null or s.closed_reason = 'lease_expired')
+          and a.partition_key = s.partition_key and a.execution_id = s.execution_id and a.attempt_index = s.attempt_index
           and a.ended_at is not null
-        limit 1) a on s.closed_at is null
+        limit 1) a on true
   left join lateral (
        select
        -- include: frame_columns
@@ -40,10 +44,14 @@ select coalesce(s.closed_at, a.ended_at) as closed_at, coalesce(s.closed_reason,
  where s.partition_key = :partition_key and s.execution_id = :execution_id and s.attempt_index = :attempt_index;
 
 -- name: list_followed_frames
--- The visible frames of all attempts after a position, each with whether the execution has ended and its latest attempt; one
--- row without a frame if there is none, and no row if the execution does not exist.
+-- The visible frames after a position, of all attempts up to the last one asked for, each with whether more frames can follow
+-- and the latest attempt; one row without a frame if there is none, and no row if the execution does not exist.
 with clock as materialized (select ff_now() as now)
-select e.lifecycle_phase = 'terminal' as is_ended, greatest(e.attempt_count - 1, 0) as latest_attempt_index, f.attempt_index,
+select e.lifecycle_phase = 'terminal' or e.attempt_count > :last_attempt_index::bigint + 1
+       or exists (select from stream s
+                   where s.partition_key = e.partition_key and s.execution_id = e.execution_id
+                     and s.attempt_index = :last_attempt_index and s.closed_at is not null) as is_ended,
+       greatest(e.attempt_count - 1, 0) as latest_attempt_index, f.attempt_index,
        -- include: frame_columns
   from execution e
   left join lateral (
@@ -56,10 +64,21 @@ select e.lifecycle_phase = 'terminal' as is_ended, greatest(e.attempt_count - 1,
                where s.partition_key = f.partition_key and s.execution_id = f.execution_id
                  and s.attempt_index = f.attempt_index limit 1) s
         where f.partition_key = :partition_key and f.execution_id = :execution_id
-          and (f.attempt_index, f.ms, f.seq) > (:attempt_index, :after_ms, :after_seq)
+          and (f.attempt_index, f.ms, f.seq) > (:attempt_index, :after_ms, :after_seq) and f.attempt_index <= :last_attempt_index
           and
           -- include: is_visible
         order by f.attempt_index, f.ms, f.seq limit :count_limit) f on true
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;
+
+-- name: read_newest_summary
+-- The newest summary of an execution, which its latest attempt may not have yet; nulls if it has none, and no row if the
+-- execution does not exist.
+select s.document, s.version, s.patch_kind, s.last_updated_ms, s.first_applied_ms
+  from execution e
+  left join lateral (
+       select s.* from stream_summary s
+        where s.partition_key = e.partition_key and s.execution_id = e.execution_id
+        order by s.attempt_index desc limit 1) s on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_summary

@@ -1,0 +1,169 @@
+"""Following the output of a run: the frames of all of its attempts, in order, as they are written."""
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Protocol, Self
+
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
+from flowfabric.engine.stream.tail import FollowedFrames
+from flowfabric.model.errors import EngineError, NotFoundError, error
+from flowfabric.model.ids import ExecutionId
+from flowfabric.model.policy_checks import INT32
+from flowfabric.model.stream import FIRST, LAST, FrameId, FrameMode, StreamFrame
+from flowfabric.model.text import check_range, shown
+from flowfabric.pauses import pauses
+
+MAX_COUNT = 256
+"""The most frames that are read at a time."""
+WAIT_MS = 10_000
+"""How long one read waits for frames."""
+RETRY_SECONDS = (0.1, 2.0)
+"""The first and the longest pause before a read that failed is repeated."""
+
+_ID = re.compile(r"([0-9]{1,10}):([0-9]{1,19})-([0-9]{1,10})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFrame:
+    """A frame that the handler of a run has written."""
+
+    id: str
+    """The place of the frame among all frames of the run; `run.stream(after=frame.id)` continues behind it."""
+    attempt: int
+    """The number of the attempt that wrote it, from 1."""
+    payload: bytes = field(repr=False)
+    """The bytes that were written; text is in UTF-8."""
+    frame_type: str
+    """What the handler calls it; `stdout` if it gave no type and no kind."""
+    mode: FrameMode
+    """How long the frame is kept: `durable`, `summary` or `best_effort`."""
+    at: datetime
+    """When it was stored."""
+    correlation_id: str | None
+    """What the handler relates it to."""
+    summary_version: int | None
+    """The version of the summary that it made, if it is a patch."""
+
+    @property
+    def text(self) -> str:
+        """The payload as text; bytes that are not UTF-8 are replaced."""
+        return self.payload.decode(errors="replace")
+
+
+class HasEngine(Protocol):
+    """A fabric."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+
+class FollowedRun(Protocol):
+    """What the frames need from their run."""
+
+    @property
+    def id(self) -> ExecutionId: ...
+
+    @property
+    def _fabric(self) -> HasEngine: ...
+
+    async def _warn_if_unserved(self) -> None: ...
+
+    def _not_found(self) -> EngineError: ...
+
+
+class RunFrames(AsyncIterator[RunFrame]):
+    """The frames of a run, for `async for`: first those that are stored, then new ones as they are written.
+
+    It ends when the run has ended, or the one attempt that was asked for. It may be left at any time, and nothing is
+    running or connected between two frames.
+    """
+
+    def __init__(self, run: FollowedRun, *, after: str | None, attempt: int | None, follow: bool) -> None:
+        if attempt is not None:
+            check_range(attempt, "attempt", 1, INT32)
+        if not isinstance(follow, bool):
+            raise error("invalid_input", f"follow: must be True or False, got {shown(follow)}")
+        self._run = run
+        self._first, self._last = (0, INT32) if attempt is None else (attempt - 1, attempt - 1)
+        """The indexes of the first and the last attempt to read."""
+        self._position = (self._first, FIRST) if after is None else self._parse(after)
+        """The attempt and the id of the frame that was read last."""
+        self._follows = follow
+        self._has_waited = False
+        """Whether a wait was in vain."""
+        self._page: deque[RunFrame] = deque()
+        self._is_over = False
+
+    def __aiter__(self) -> Self:
+        """Return this iterator."""
+        return self
+
+    async def __anext__(self) -> RunFrame:
+        """Return the next frame, as soon as there is one."""
+        while not self._page:
+            if self._is_over:
+                raise StopAsyncIteration
+            await self._read_page()
+        return self._page.popleft()
+
+    async def _read_page(self) -> None:
+        found = await self._read()
+        if self._follows and not found.frames and not found.is_ended and not self._has_waited:
+            self._has_waited = True
+            await self._run._warn_if_unserved()
+        self._page.extend(_frame_of(attempt_index, frame) for attempt_index, frame in found.frames)
+        if found.frames:
+            attempt_index, frame = found.frames[-1]
+            self._position = attempt_index, frame.position
+        self._is_over = found.is_ended or (not self._follows and len(found.frames) < MAX_COUNT)
+
+    async def _read(self) -> FollowedFrames:
+        """Read the next frames, waiting for them; repeat it while the store is at fault."""
+        tails, (attempt_index, after) = parts_of(self._run._fabric.engine).tails, self._position
+        for pause in pauses(*RETRY_SECONDS):
+            try:
+                return await tails.follow(
+                    self._run.id,
+                    attempt_index=attempt_index,
+                    after=after,
+                    block_ms=WAIT_MS if self._follows else 0,
+                    last_attempt_index=self._last,
+                    count_limit=MAX_COUNT,
+                )
+            except NotFoundError:
+                raise self._run._not_found() from None
+            except EngineError as fault:
+                if not fault.retryable:
+                    raise
+            await asyncio.sleep(pause)
+        raise AssertionError("the pauses never end")
+
+    def _parse(self, after: object) -> tuple[int, FrameId]:
+        match = _ID.fullmatch(after) if isinstance(after, str) else None
+        attempt_index, ms, seq = map(int, match.groups()) if match else (INT32 + 1, 0, 0)
+        if attempt_index > INT32:
+            raise error("invalid_input", f"after: must be the id of a frame of run.stream(), got {shown(after)}")
+        if not self._first <= attempt_index <= self._last:
+            raise error(
+                "invalid_input",
+                f"after: is a frame of attempt {attempt_index + 1}, got {shown(after)}; leave out after= or attempt=",
+            )
+        return attempt_index, FrameId(min(ms, LAST.ms), min(seq, LAST.seq))
+
+
+def _frame_of(attempt_index: int, frame: StreamFrame) -> RunFrame:
+    return RunFrame(
+        id=f"{attempt_index}:{frame.id}",
+        attempt=attempt_index + 1,
+        payload=frame.payload,
+        frame_type=frame.frame_type,
+        mode=frame.mode,
+        at=datetime.fromtimestamp(frame.ts / 1000, UTC),
+        correlation_id=frame.correlation_id,
+        summary_version=frame.summary_version,
+    )
