@@ -6,11 +6,11 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import count, islice, pairwise
+from itertools import count, islice
 
 from flowfabric.bench.api import Engine, NewExecution, Worker
 from flowfabric.bench.observer import observing
@@ -19,7 +19,7 @@ from flowfabric.bench.ours_streams import running
 from flowfabric.bench.ours_suspend import median_rate
 from flowfabric.bench.ours_work import CONCURRENCY, LARGE_BATCH
 from flowfabric.bench.run import on_loop
-from flowfabric.bench.subject import CONNECTIONS, Drain, Figure, Figures, Task, per_second
+from flowfabric.bench.subject import CONNECTIONS, Drain, Figure, Figures, Task, per_second, rate
 
 # Not imported by `api`: the other subjects can be compared with a version that has no feeds.
 from flowfabric.feeds import OLDEST, CompletionEvent, ScannerFilter, Subscription
@@ -27,6 +27,7 @@ from flowfabric.feeds import OLDEST, CompletionEvent, ScannerFilter, Subscriptio
 EVENTS = 1_000_000
 PARTS = 20
 """The first and the last of this many equal parts of the events are compared."""
+READS = 3
 STEP = 20_000
 TAG = "bench.tenant"
 TENANTS = 10_000
@@ -48,7 +49,7 @@ async def measure(task: Task) -> Figures:
         followed = await follow_drains(engine, task.url, drained)
         # Without a subscriber and with each of two.
         grouped = 3 * DRAINS * drained
-        figures["feed_catch_up_grouped"] = per_second(grouped, sum((await catch_up(engine, grouped, cursor)).seconds))
+        figures["feed_catch_up_grouped"] = await rate(grouped, catch_up(engine, grouped, cursor))
         return figures | await follow_single(engine, task.url, samples) | followed
 
 
@@ -89,40 +90,37 @@ async def finish(engine: Engine, count: int) -> None:
 
 async def read_all(engine: Engine, count: int, tenants: int) -> tuple[Figures, bytes]:
     """The rates of reading this many events from the oldest one on, all and of one tenant; the cursor after them."""
+    part = count // PARTS
     # Prepare the statements.
     await catch_up(engine, 1, OLDEST)
-    whole = await catch_up(engine, count, OLDEST)
+    began = time.perf_counter()
+    before_last = await catch_up(engine, count - part, OLDEST)
+    end = await catch_up(engine, part, before_last)
+    whole = per_second(count, time.perf_counter() - began)
+    first: list[Figure] = []
+    last: list[Figure] = []
+    # In turn, so that a temporary disturbance of the machine affects both.
+    for _ in range(READS):
+        first.append(await rate(part, catch_up(engine, part, OLDEST)))
+        last.append(await rate(part, catch_up(engine, part, before_last)))
     one = ScannerFilter(instance_tag=(TAG, "tenant-0"))
-    sparse = await catch_up(engine, count // tenants, OLDEST, filter=one)
     return {
-        "feed_catch_up": per_second(count, sum(whole.seconds)),
-        "feed_catch_up_first": per_second(count // PARTS, whole.seconds[0]),
-        "feed_catch_up_last": per_second(count // PARTS, whole.seconds[-1]),
-        "feed_sparse": per_second(count, sum(sparse.seconds)),
-    }, whole.cursor
+        "feed_catch_up": whole,
+        "feed_catch_up_first": median_rate(first),
+        "feed_catch_up_last": median_rate(last),
+        "feed_sparse": await rate(count, catch_up(engine, count // tenants, OLDEST, filter=one)),
+    }, end
 
 
-@dataclass(frozen=True, kw_only=True)
-class CatchUp:
-    """The seconds that each of the equal parts of the events took, and the cursor after them."""
-
-    seconds: Sequence[float]
-    cursor: bytes
-
-
-async def catch_up(engine: Engine, count: int, cursor: bytes, *, filter: ScannerFilter | None = None) -> CatchUp:
-    """Read this many events after a cursor as fast as possible."""
-    part = max(count // PARTS, 1)
-    times = [time.perf_counter()]
+async def catch_up(engine: Engine, count: int, cursor: bytes, *, filter: ScannerFilter | None = None) -> bytes:
+    """Read this many events after a cursor as fast as possible; return the cursor after them."""
     async with engine.subscribe_completion(cursor, filter) as events:
         received = 0
         async for _ in events:
             received += 1
-            if received % part == 0:
-                times.append(time.perf_counter())
             if received == count:
                 break
-        return CatchUp(seconds=[after - before for before, after in pairwise(times)], cursor=events.cursor)
+        return events.cursor
 
 
 @dataclass(frozen=True, kw_only=True)
