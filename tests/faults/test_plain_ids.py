@@ -40,6 +40,9 @@ async def test_an_operation_does_the_same_with_the_plain_form_of_an_id(
 ) -> None:
     engine, other = await engines(), await engines()
     for title, operation in OPERATIONS.items():
+        # A subscription takes no id.
+        if title.startswith("subscribe_"):
+            continue
         with subtests.test(title):
             answer, rows = await call(scene, engine, operation, is_plain=False)
             plain_answer, plain_rows = await call(scene, other, operation, is_plain=True)
