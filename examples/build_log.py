@@ -1,4 +1,8 @@
-"""A build that writes its log and keeps a summary up to date, while others watch; its first attempt fails."""
+"""A build that writes its log and keeps a summary up to date, while others watch; its first attempt fails.
+
+Every patch of the summary trims the stream to its newest 64 frames, so a longer log is complete only for readers that
+follow it while it is written.
+"""
 
 import asyncio
 

@@ -299,6 +299,27 @@ async def test_a_reader_that_is_cancelled_while_it_waits_loses_nothing(url: str)
     assert found == [str(number) for number in range(50)]
 
 
+async def test_an_iterator_that_two_tasks_use_at_the_same_time_refuses_the_second_and_stays_usable(
+    url: str, eventually: Eventually
+) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def write(ctx: Context) -> None:
+        for number in range(3):
+            await ctx.stream.write(str(number))
+
+    async with fabric:
+        frames = (await write.submit()).stream()
+        first = asyncio.create_task(read(frames, 1))
+        await eventually(lambda: parts_of(fabric.engine).tails._operations == 1)
+        with pytest.raises(RuntimeError, match="another task waits for the next frame of this iterator"):
+            async with asyncio.timeout(60):
+                await anext(frames)
+        async with fabric.worker():
+            assert texts(await first + await read(frames)) == ["0", "1", "2"]
+
+
 async def test_a_reader_that_disconnects_again_and_again_gets_every_frame_once(url: str) -> None:
     fabric = Fabric(url)
 

@@ -189,6 +189,7 @@ def test_the_bounds_of_a_cursor(cursor: object, lower: tuple[int, int], upper: t
 
 
 FORMS = "write 'start', 'end', '<ms>' or '<ms>-<seq>'"
+TAIL_FORMS = "write '<ms>' or '<ms>-<seq>', or '0-0' to start from the beginning"
 
 
 @for_each(
@@ -224,7 +225,8 @@ FORMS = "write 'start', 'end', '<ms>' or '<ms>-<seq>'"
 def test_a_malformed_cursor_is_refused(cursor: object, detail: str) -> None:
     assert refusal_of(lambda: lower_bound(cursor)) == f"from: {detail}"
     assert refusal_of(lambda: upper_bound(cursor)) == f"to: {detail}"
-    assert refusal_of(lambda: tail_position(cursor)) == f"after: {detail}"
+    tail_detail = f"{detail.rpartition('; ')[0]}; {TAIL_FORMS}"
+    assert refusal_of(lambda: tail_position(cursor)) == f"after: {tail_detail}"
 
 
 @for_each("cursor", ["start", "end"])

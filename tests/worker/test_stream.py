@@ -179,6 +179,26 @@ async def test_a_frame_has_the_kind_the_type_and_the_mode_it_was_written_with(
     assert (c.frame_type, c.mode, c.payload) == ("warning", "best_effort", b"c")
 
 
+async def test_a_buffer_that_is_reused_after_a_write_leaves_the_frame_as_it_was_written(
+    engine: Engine, start_worker: StartWorker, submit: Submit
+) -> None:
+    refused: list[tuple[str, str]] = []
+
+    async def job(ctx: Context) -> None:
+        buffer = bytearray(b"abcdef")
+        await ctx.stream.write(buffer)
+        await ctx.stream.write(memoryview(buffer)[1:3])
+        await ctx.stream.write(memoryview(buffer)[::2])
+        buffer[:] = b"------"
+        refused.append(await refusal(ctx.stream.write(memoryview(bytearray(LONGEST + 4)).cast("i"))))
+
+    await start_worker({"job": job})
+    run = await submit()
+    await engine.wait_for_ending(run, timeout=60)
+    assert await texts(engine, run) == ["abcdef", "bc", "ace"]
+    assert [code for code, _ in refused] == ["retention_limit_exceeded"]
+
+
 async def test_a_plain_function_writes_from_its_thread(
     engine: Engine, start_worker: StartWorker, submit: Submit
 ) -> None:

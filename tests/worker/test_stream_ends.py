@@ -230,6 +230,40 @@ async def test_a_write_after_the_handler_has_returned_is_refused(
     assert await texts(engine, run) == ["a"]
 
 
+@pytest.mark.parametrize("kind", ["async def", "def"])
+async def test_the_first_write_is_refused_too_if_the_handler_has_returned(
+    engine: Engine, start_worker: StartWorker, submit: Submit, kind: str
+) -> None:
+    has_ended = threading.Event()
+    left: list[asyncio.Task[tuple[str, str]]] = []
+
+    async def write_late(ctx: Context) -> tuple[str, str]:
+        await asyncio.to_thread(has_ended.wait, 60)
+        return await refusal(ctx.stream.write("late"))
+
+    def write_late_from_thread(ctx: Context) -> tuple[str, str]:
+        assert has_ended.wait(60)
+        return ctx.from_thread(refusal(ctx.stream.write("late")))
+
+    async def job(ctx: Context) -> None:
+        left.append(asyncio.create_task(write_late(ctx)))
+
+    def plain_job(ctx: Context) -> None:
+        loop.call_soon_threadsafe(
+            lambda: left.append(asyncio.create_task(asyncio.to_thread(write_late_from_thread, ctx)))
+        )
+
+    loop = asyncio.get_running_loop()
+    await start_worker({"async def": job, "def": plain_job})
+    run = await submit(kind=kind)
+    await engine.wait_for_ending(run, timeout=60)
+    has_ended.set()
+    assert await asyncio.gather(*left) == [
+        ("stream_closed", "the handler has returned; await every write before it does")
+    ]
+    assert await texts(engine, run) == []
+
+
 async def test_frames_that_a_suspended_handler_writes_are_dropped_and_logged(
     engine: Engine,
     start_worker: StartWorker,

@@ -98,6 +98,8 @@ class RunFrames(AsyncIterator[RunFrame]):
         """Whether a wait was in vain."""
         self._page: deque[RunFrame] = deque()
         self._is_over = False
+        self._is_in_use = False
+        """Whether a call waits for the next frame."""
 
     def __aiter__(self) -> Self:
         """Return this iterator."""
@@ -105,11 +107,19 @@ class RunFrames(AsyncIterator[RunFrame]):
 
     async def __anext__(self) -> RunFrame:
         """Return the next frame, as soon as there is one."""
-        while not self._page:
-            if self._is_over:
-                raise StopAsyncIteration
-            await self._read_page()
-        return self._page.popleft()
+        if self._is_in_use:
+            raise RuntimeError(
+                "run.stream(): another task waits for the next frame of this iterator; call run.stream() in each task"
+            )
+        self._is_in_use = True
+        try:
+            while not self._page:
+                if self._is_over:
+                    raise StopAsyncIteration
+                await self._read_page()
+            return self._page.popleft()
+        finally:
+            self._is_in_use = False
 
     async def _read_page(self) -> None:
         found = await self._read()

@@ -203,6 +203,10 @@ def next_id(now_ms: int, last: FrameId) -> FrameId:
     return FrameId(last.ms + 1, 0)
 
 
+_BOUND_ADVICE = "write 'start', 'end', '<ms>' or '<ms>-<seq>'"
+_TAIL_ADVICE = "write '<ms>' or '<ms>-<seq>', or '0-0' to start from the beginning"
+
+
 def lower_bound(cursor: object, name: str = "from") -> FrameId:
     """Return the first position that a cursor includes: `start`, `end`, `<ms>` or `<ms>-<seq>`."""
     if cursor in ("start", "end"):
@@ -224,24 +228,22 @@ def tail_position(cursor: object, name: str = "after") -> FrameId:
             "invalid_input",
             f"{name}: must be the id of a frame, got {shown(cursor)}; write '0-0' to start from the beginning",
         )
-    return _parse_position(cursor, name, seq=0)
+    return _parse_position(cursor, name, seq=0, advice=_TAIL_ADVICE)
 
 
-def _parse_position(cursor: object, name: str, *, seq: int) -> FrameId:
+def _parse_position(cursor: object, name: str, *, seq: int, advice: str = _BOUND_ADVICE) -> FrameId:
     if isinstance(cursor, FrameId):
         cursor = str(cursor)
     if cursor == "":
-        raise error("invalid_input", f"{name}: must not be empty; write 'start', 'end', '<ms>' or '<ms>-<seq>'")
+        raise error("invalid_input", f"{name}: must not be empty; {advice}")
     if cursor in ("-", "+"):
-        word = "start" if cursor == "-" else "end"
-        raise error("invalid_input", f"{name}: bare '{cursor}' is not a cursor; write '{word}'")
+        if advice is _BOUND_ADVICE:
+            advice = "write 'start'" if cursor == "-" else "write 'end'"
+        raise error("invalid_input", f"{name}: bare '{cursor}' is not a cursor; {advice}")
     match = _FRAME_ID.fullmatch(cursor) if isinstance(cursor, str) and len(cursor) <= MAX_TEXT else None
     numbers = [int(digits) for digits in match.groups() if digits is not None] if match else []
     if not numbers or max(numbers) > _UINT64:
-        raise error(
-            "invalid_input",
-            f"{name}: malformed cursor {shown(cursor)}; write 'start', 'end', '<ms>' or '<ms>-<seq>'",
-        )
+        raise error("invalid_input", f"{name}: malformed cursor {shown(cursor)}; {advice}")
     return FrameId(min(numbers[0], LAST.ms), min(numbers[1], LAST.seq) if len(numbers) > 1 else seq)
 
 

@@ -177,6 +177,8 @@ class Context:
         running = self._running
         if running.frames is None:
             running.frames = FrameQueue(self._engine, running)
+            if running.has_ended:
+                running.frames.close()
         return running.frames
 
     @property

@@ -238,7 +238,7 @@ class FrameWriter:
 
     async def write(
         self,
-        data: str | bytes,
+        data: str | bytes | bytearray | memoryview,
         *,
         kind: FrameKind = FrameKind.STDOUT,
         frame_type: str = "",
@@ -304,6 +304,8 @@ def _bytes_of(data: object) -> bytes:
             raise error(
                 "invalid_input", f"data: is not valid Unicode, got {shown(data)}; remove the lone surrogates"
             ) from None
+    elif isinstance(data, bytearray | memoryview):
+        data = bytes(data)
     if not isinstance(data, bytes):
         raise error("invalid_input", f"data: must be text or bytes, got {shown(data)}")
     return _checked_size(data, "data")

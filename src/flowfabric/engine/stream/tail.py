@@ -304,8 +304,10 @@ def _stream_key(execution_id: ExecutionId | str, attempt_index: int) -> tuple[Ex
 
 
 def _check_count(value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise error("invalid_input", f"count_limit must be >= 1, got {shown(value)}")
+    if type(value) is not int:
+        raise error("invalid_input", f"count_limit: must be a whole number from 1 to {MAX_COUNT}, got {shown(value)}")
+    if value < 1:
+        raise error("invalid_input", f"count_limit must be >= 1, got {value}")
     if value > MAX_COUNT:
         raise error(
             "invalid_input",
