@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tempfile
+import uuid
 from pathlib import Path
 
 from flowfabric import Fabric
@@ -59,15 +60,17 @@ async def submit_for(customer: str, count: int) -> list[str]:
 
 async def main() -> None:
     """Invoice the runs of one of two customers with a service that is restarted in between."""
+    # New customers every time: the feed still has the runs of earlier starts of this program.
+    acme, globex = (f"{name}-{uuid.uuid4()}" for name in ("acme", "globex"))
     async with fabric, fabric.worker():
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "acme.json"
-            acme = await submit_for("acme", 3)
-            await submit_for("globex", 2)
-            print(f"invoiced before the restart: {len(await invoice(file, 'acme', until=2))}")
-            acme += await submit_for("acme", 2)  # while the service is down
-            invoiced = await invoice(file, "acme", until=5)
-            print(f"invoiced after it: {len(invoiced)}, every run of acme once: {sorted(invoiced) == sorted(acme)}")
+            runs = await submit_for(acme, 3)
+            await submit_for(globex, 2)
+            print(f"invoiced before the restart: {len(await invoice(file, acme, until=2))}")
+            runs += await submit_for(acme, 2)  # while the service is down
+            invoiced = await invoice(file, acme, until=5)
+            print(f"invoiced after it: {len(invoiced)}, every run of acme once: {sorted(invoiced) == sorted(runs)}")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,10 @@ async def test_an_example_prints_what_it_should(monkeypatch: pytest.MonkeyPatch)
     assert [line for name in alone for line in await missing(name)] == []
 
 
+async def test_the_event_consumer_invoices_only_its_own_runs_when_it_is_started_again() -> None:
+    assert [await missing("event_consumer.py") for _ in range(2)] == [[], []]
+
+
 def test_the_service_example_works_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["service.py"])
     worker = subprocess.Popen([sys.executable, str(EXAMPLES / "service.py"), "worker"], env=os.environ)

@@ -215,7 +215,7 @@ def encode_cursor(position: Position) -> bytes:
 def decode_cursor(cursor: bytes, family: EventFamily) -> Position | None:
     """The position of a cursor that is not empty, or None for OLDEST; raise InvalidCursor for anything else."""
     if not cursor or cursor[0] != _PREFIX:
-        raise InvalidCursor(f"a cursor starts with the byte 0x02, got 0x{cursor[:1].hex()}: it is of another backend")
+        raise InvalidCursor(f"not a cursor of a feed: it must start with the byte 0x02, got 0x{cursor[:1].hex()}")
     if cursor[1:] == bytes((_FORM_OLDEST,)):
         return None
     if cursor[1:2] != bytes((_FORM_POSITION,)):

@@ -83,12 +83,14 @@ class EngineError(Exception):
         return self
 
     def __str__(self) -> str:
-        """Return `<code>: <detail>`, or the code alone if there is no detail."""
+        """Return `<code>: <detail>`, the `message` of the detail first, or the code alone if there is no detail."""
         if not self.detail:
             return self.code
         if isinstance(self.detail, str):
             return f"{self.code}: {self.detail}"
-        return f"{self.code}: {', '.join(f'{name}={value}' for name, value in self.detail.items())}"
+        fields = ", ".join(f"{name}={value}" for name, value in self.detail.items() if name != "message")
+        message = self.detail.get("message")
+        return f"{self.code}: {fields}" if message is None else f"{self.code}: {message} ({fields})"
 
 
 class NotFoundError(EngineError):

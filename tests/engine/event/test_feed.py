@@ -49,6 +49,14 @@ async def test_a_completion_has_its_outcome(engine: Engine, given: Given, clock:
     assert {(event.at, event.flow_id) for event in found} == {(await clock.now(), None)}
 
 
+@pytest.mark.parametrize("cursor", [None, b""])
+async def test_a_subscription_without_a_cursor_starts_now(engine: Engine, given: Given, cursor: bytes | None) -> None:
+    await given.completed()
+    async with engine.subscribe_completion(cursor) as events:
+        later = await given.completed()
+        assert ids(await take(events, 1)) == [later]
+
+
 async def test_a_satisfied_wait_is_resumable_and_not_an_end(engine: Engine, given: Given) -> None:
     wait = await waiting(engine, given)
     async with engine.subscribe_completion() as events:
@@ -283,9 +291,9 @@ async def test_a_wrong_argument_is_refused_by_the_call(engine: Engine, name: str
     async with getattr(engine, others[0])(OLDEST) as events:
         foreign = events.cursor
     wrong: dict[bytes, str] = {
-        b"\x01" + bytes(16): "another backend",
-        b"\x01": "another backend",
-        b"garbage": "another backend",
+        b"\x01" + bytes(16): "cursor: not a cursor of a feed",
+        b"\x01": "cursor: not a cursor of a feed",
+        b"garbage": "cursor: not a cursor of a feed",
         b"\x02": "incomplete",
         cursor[:-1]: "incomplete",
         cursor[:-1] + b"!": "damaged",
@@ -298,7 +306,7 @@ async def test_a_wrong_argument_is_refused_by_the_call(engine: Engine, name: str
                 subscribe(given)
             assert getattr(caught.value, "code", None) == "invalid_input"
             assert name in str(caught.value)
-        for bad in ("text", None, 5):
+        for bad in ("text", 5):
             with pytest.raises(Exception, match="cursor: must be bytes"):
                 subscribe(bad)
         with pytest.raises(Exception, match="filter: must be a ScannerFilter"):

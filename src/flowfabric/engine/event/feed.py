@@ -35,31 +35,31 @@ class Feeds:
         self._refuses = False
 
     def subscribe_completion(
-        self, cursor: bytes = b"", filter: ScannerFilter | None = None
+        self, cursor: bytes | None = b"", filter: ScannerFilter | None = None
     ) -> Subscription[CompletionEvent]:
         """Follow the ends of executions, and the waits that signals satisfied."""
         return self._subscribe(COMPLETION, cursor, filter)
 
     def subscribe_lease_history(
-        self, cursor: bytes = b"", filter: ScannerFilter | None = None
+        self, cursor: bytes | None = b"", filter: ScannerFilter | None = None
     ) -> Subscription[LeaseEvent]:
         """Follow what happens to the leases of executions."""
         return self._subscribe(LEASE, cursor, filter)
 
     def subscribe_signal_delivery(
-        self, cursor: bytes = b"", filter: ScannerFilter | None = None
+        self, cursor: bytes | None = b"", filter: ScannerFilter | None = None
     ) -> Subscription[SignalDeliveryEvent]:
         """Follow the signals that were accepted, buffered, or recognised as duplicates."""
         return self._subscribe(SIGNAL, cursor, filter)
 
     def subscribe_operator_events(
-        self, cursor: bytes = b"", filter: ScannerFilter | None = None
+        self, cursor: bytes | None = b"", filter: ScannerFilter | None = None
     ) -> Subscription[OperatorEvent]:
         """Follow the actions of operators."""
         return self._subscribe(OPERATOR, cursor, filter)
 
     def subscribe_instance_tags(
-        self, cursor: bytes = b"", filter: ScannerFilter | None = None
+        self, cursor: bytes | None = b"", filter: ScannerFilter | None = None
     ) -> Subscription[InstanceTagEvent]:
         """Follow the values of the instance tag of executions."""
         return self._subscribe(INSTANCE_TAG, cursor, filter)
@@ -76,9 +76,9 @@ class Feeds:
         if ended := [task for task in self._readers if task.cancelling()]:
             await asyncio.wait(ended)
 
-    def _subscribe(self, feed: Feed[Event], cursor: bytes, filter: ScannerFilter | None) -> Subscription[Event]:
-        if not isinstance(cursor, bytes):
-            raise error("invalid_input", f"cursor: must be bytes, got {shown(cursor)}")
+    def _subscribe(self, feed: Feed[Event], cursor: bytes | None, filter: ScannerFilter | None) -> Subscription[Event]:
+        if not isinstance(cursor, bytes | None):
+            raise error("invalid_input", f"cursor: must be bytes or None, got {shown(cursor)}")
         if not isinstance(filter, ScannerFilter | None):
             raise error("invalid_input", f"filter: must be a ScannerFilter or None, got {shown(filter)}")
         try:
@@ -89,7 +89,7 @@ class Feeds:
                 f"cursor: {reason}; give {feed.operation} the cursor of one of its events, or none to start now",
             ) from None
         is_oldest = bool(cursor) and position is None
-        return Subscription(cursor, partial(self._start, feed, filter, position, is_oldest=is_oldest))
+        return Subscription(cursor or b"", partial(self._start, feed, filter, position, is_oldest=is_oldest))
 
     async def _start(
         self,
