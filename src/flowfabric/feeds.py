@@ -20,6 +20,7 @@ from flowfabric.model.feed import (
     LeaseRevoked,
     OperatorEvent,
     OperatorEventType,
+    ReportedOutcome,
     ScannerFilter,
     SignalDeliveryEvent,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "OperatorEventType",
     "ReleaseReason",
     "ReportedEffect",
+    "ReportedOutcome",
     "ScannerFilter",
     "SignalDeliveryEvent",
     "Subscription",

@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from flowfabric.model.errors import EngineError
-from flowfabric.model.event import FAMILY_KINDS, RARE_FAMILIES, EventFamily, EventKind
-from flowfabric.model.feed import CompletionEvent, CompletionKind, ScannerFilter
+from flowfabric.model.event import FAMILY_KINDS, RARE_FAMILIES, CompletionOutcome, EventFamily, EventKind
+from flowfabric.model.feed import CompletionEvent, CompletionKind, ReportedOutcome, ScannerFilter
 from flowfabric.model.ids import ExecutionId
 
 
@@ -16,6 +16,10 @@ def test_every_kind_of_event_belongs_to_a_feed() -> None:
 def test_rare_families_have_no_common_kinds() -> None:
     common = {EventKind.ACQUIRED, EventKind.RENEWED, EventKind.RELEASED, EventKind.ENDED}
     assert [family for family in RARE_FAMILIES if common & set(FAMILY_KINDS[family])] == []
+
+
+def test_every_stored_outcome_is_reported_by_its_word() -> None:
+    assert [outcome.literal for outcome in CompletionOutcome] == [outcome.value for outcome in ReportedOutcome]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +34,9 @@ def test_rare_families_have_no_common_kinds() -> None:
     ],
 )
 def test_an_outcome_is_of_one_of_four_kinds(outcome: str, kind: CompletionKind) -> None:
-    event = CompletionEvent(cursor=b"", execution_id=ExecutionId("x"), at=0, outcome=outcome, flow_id=None)
+    event = CompletionEvent(
+        cursor=b"", execution_id=ExecutionId("x"), at=0, outcome=ReportedOutcome(outcome), flow_id=None
+    )
     assert event.kind is kind
 
 

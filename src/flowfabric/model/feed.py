@@ -49,6 +49,17 @@ class FeedEvent:
     """When it happened, by the clock of the database, in milliseconds."""
 
 
+class ReportedOutcome(StrEnum):
+    """What a completion event reports; `resumable` is not an end: a signal satisfied the wait of the execution."""
+
+    SUCCESS = "success"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    SKIPPED = "skipped"
+    RESUMABLE = "resumable"
+
+
 class CompletionKind(StrEnum):
     """The outcome of a completion event in four words."""
 
@@ -59,10 +70,10 @@ class CompletionKind(StrEnum):
     """Any other outcome."""
 
 
-_COMPLETION_KINDS: Mapping[str, CompletionKind] = {
-    "success": CompletionKind.SUCCESS,
-    "failed": CompletionKind.FAILURE,
-    "cancelled": CompletionKind.CANCELLED,
+_COMPLETION_KINDS: Mapping[ReportedOutcome, CompletionKind] = {
+    ReportedOutcome.SUCCESS: CompletionKind.SUCCESS,
+    ReportedOutcome.FAILED: CompletionKind.FAILURE,
+    ReportedOutcome.CANCELLED: CompletionKind.CANCELLED,
 }
 
 
@@ -70,8 +81,7 @@ _COMPLETION_KINDS: Mapping[str, CompletionKind] = {
 class CompletionEvent(FeedEvent):
     """An execution ended, or a signal satisfied its wait (`resumable`)."""
 
-    outcome: str
-    """`success`, `failed`, `cancelled`, `expired`, `skipped`, or `resumable`."""
+    outcome: ReportedOutcome
     flow_id: FlowId | None
 
     @property

@@ -23,6 +23,7 @@ from flowfabric.feeds import (
     LeaseReclaimed,
     LeaseReleased,
     LeaseRenewed,
+    ReportedOutcome,
     ScannerFilter,
 )
 
@@ -46,6 +47,7 @@ async def test_a_completion_has_its_outcome(engine: Engine, given: Given, clock:
         ]
         found = await take(events, 3)
     assert [(event.execution_id, event.outcome) for event in found] == expected
+    assert all(isinstance(event.outcome, ReportedOutcome) for event in found)
     assert {(event.at, event.flow_id) for event in found} == {(await clock.now(), None)}
 
 

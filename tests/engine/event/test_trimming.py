@@ -34,7 +34,9 @@ async def expired(subscription: Subscription[Any]) -> bytes:
     assert isinstance(caught.value.detail, dict)
     assert caught.value.code == "invalid_input"
     assert caught.value.detail["reason"] == "cursor_expired"
-    assert str(caught.value).startswith("invalid_input: events after this cursor were deleted, see FF_FEED_RETENTION_MS;")
+    assert str(caught.value).startswith(
+        "invalid_input: events after this cursor were deleted, see FF_FEED_RETENTION_MS;"
+    )
     oldest = caught.value.detail["oldest_cursor"]
     assert isinstance(oldest, bytes)
     return oldest

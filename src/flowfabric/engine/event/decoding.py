@@ -25,6 +25,7 @@ from flowfabric.model.feed import (
     LeaseRevoked,
     OperatorEvent,
     OperatorEventType,
+    ReportedOutcome,
     SignalDeliveryEvent,
 )
 from flowfabric.model.ids import ExecutionId, FlowId, SignalId, WaitpointId, id_prefix
@@ -73,7 +74,7 @@ def _members(row: Record, cursors: EventCursors, skipped: int) -> Iterator[Membe
 
 def _completions(row: Record, members: Iterator[Member]) -> Iterator[CompletionEvent]:
     try:
-        outcome = CompletionOutcome(row["outcome"]).literal
+        outcome = ReportedOutcome(CompletionOutcome(row["outcome"]).literal)
     except ValueError:
         raise Undecodable(f"the outcome {row['outcome']} is unknown") from None
     at, flow_id = row["at"], _flow_id(row)
