@@ -25,7 +25,7 @@ from flowfabric.bench.subject import CONNECTIONS, Drain, Figure, Figures, Task, 
 from flowfabric.feeds import OLDEST, CompletionEvent, ScannerFilter, Subscription
 
 EVENTS = 1_000_000
-PARTS = 20
+PARTS = 40
 """The first and the last of this many equal parts of the events are compared."""
 READS = 3
 STEP = 20_000
@@ -34,7 +34,7 @@ TENANTS = 10_000
 SAMPLES = 60
 IDLE_S = 0.02
 """The pause before each single completion."""
-DRAINED = 30_000
+DRAINED = 20_000
 DRAINS = 3
 
 
