@@ -71,11 +71,12 @@ async def test_a_probe_that_is_cancelled_counts_the_time_it_has_waited(empty_url
     assert len(seconds) == 1
 
 
-async def test_feeds_are_read_from_the_oldest_event_and_alongside_a_worker(
+async def test_feeds_are_read_beside_a_worker_and_from_a_cursor(
     empty_url: str, described: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ours_feeds, "TENANTS", 100)
     monkeypatch.setattr(ours_feeds, "DRAINS", 1)
+    monkeypatch.setattr(ours_feeds, "STEP", 1_000)
     figures = await ours_feeds.measure(Task(url=empty_url, scale=TINY))
     assert {"feed_catch_up", "feed_sparse", "feed_lag_p99", "feed_lag_across_p99"} <= set(figures)
     check_figures(figures, described)

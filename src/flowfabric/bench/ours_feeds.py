@@ -1,4 +1,4 @@
-"""FlowFabric: how fast a completion feed is read from its oldest event, and how closely it follows a worker."""
+"""FlowFabric: how closely a completion feed follows a worker, and how fast many events are read."""
 
 import argparse
 import asyncio
@@ -22,10 +22,10 @@ from flowfabric.bench.run import on_loop
 from flowfabric.bench.subject import CONNECTIONS, Drain, Figure, Figures, Task, per_second, rate
 
 # Not imported by `api`: the other subjects can be compared with a version that has no feeds.
-from flowfabric.feeds import OLDEST, CompletionEvent, ScannerFilter, Subscription
+from flowfabric.feeds import CompletionEvent, ScannerFilter, Subscription
 
 EVENTS = 1_000_000
-PARTS = 20
+PARTS = 40
 """The first and the last of this many equal parts of the events are compared."""
 READS = 3
 STEP = 20_000
@@ -34,23 +34,30 @@ TENANTS = 10_000
 SAMPLES = 60
 IDLE_S = 0.02
 """The pause before each single completion."""
-DRAINED = 30_000
+DRAINED = 20_000
 DRAINS = 3
 
 
 async def measure(task: Task) -> Figures:
-    """Read a large number of events, then follow single completions and a worker at full rate."""
+    """Follow a worker at full rate and single completions, then read a large number of events."""
     many, samples, drained = task.count(EVENTS), max(10, round(SAMPLES * task.scale)), task.count(DRAINED)
+    tenants = min(TENANTS, many)
     async with engine_on(task.url) as engine, observing(task.url) as observer:
-        tenants = min(TENANTS, many)
-        await produce(engine, of_tenants(tenants), many)
+        # Open the connections and prepare the statements.
+        await produce(engine, noops(), STEP)
         await observer.analyze()
-        figures, cursor = await read_all(engine, many, tenants)
-        followed = await follow_drains(engine, task.url, drained)
+        async with engine.subscribe_completion() as events:
+            before = events.cursor
+        figures = await follow_drains(engine, task.url, drained)
         # Without a subscriber and with each of two.
         grouped = 3 * DRAINS * drained
-        figures["feed_catch_up_grouped"] = await rate(grouped, catch_up(engine, grouped, cursor))
-        return figures | await follow_single(engine, task.url, samples) | followed
+        figures["feed_catch_up_grouped"] = await rate(grouped, catch_up(engine, grouped, before))
+        figures |= await follow_single(engine, task.url, samples)
+        async with engine.subscribe_completion() as events:
+            before = events.cursor
+        await produce(engine, of_tenants(tenants), many)
+        await observer.analyze()
+        return figures | await read_all(engine, many, tenants, before)
 
 
 def of_tenants(tenants: int) -> Iterator[NewExecution]:
@@ -88,28 +95,26 @@ async def finish(engine: Engine, count: int) -> None:
     await asyncio.gather(*(work() for _ in range(CONNECTIONS)))
 
 
-async def read_all(engine: Engine, count: int, tenants: int) -> tuple[Figures, bytes]:
-    """The rates of reading this many events from the oldest one on, all and of one tenant; the cursor after them."""
+async def read_all(engine: Engine, count: int, tenants: int, cursor: bytes) -> Figures:
+    """The rates of reading this many events after a cursor, all and of one tenant."""
     part = count // PARTS
-    # Prepare the statements.
-    await catch_up(engine, 1, OLDEST)
     began = time.perf_counter()
-    before_last = await catch_up(engine, count - part, OLDEST)
-    end = await catch_up(engine, part, before_last)
+    before_last = await catch_up(engine, count - part, cursor)
+    await catch_up(engine, part, before_last)
     whole = per_second(count, time.perf_counter() - began)
     first: list[Figure] = []
     last: list[Figure] = []
     # In turn, so that a temporary disturbance of the machine affects both.
     for _ in range(READS):
-        first.append(await rate(part, catch_up(engine, part, OLDEST)))
+        first.append(await rate(part, catch_up(engine, part, cursor)))
         last.append(await rate(part, catch_up(engine, part, before_last)))
     one = ScannerFilter(instance_tag=(TAG, "tenant-0"))
     return {
         "feed_catch_up": whole,
         "feed_catch_up_first": median_rate(first),
         "feed_catch_up_last": median_rate(last),
-        "feed_sparse": await rate(count, catch_up(engine, count // tenants, OLDEST, filter=one)),
-    }, end
+        "feed_sparse": await rate(count, catch_up(engine, count // tenants, cursor, filter=one)),
+    }
 
 
 async def catch_up(engine: Engine, count: int, cursor: bytes, *, filter: ScannerFilter | None = None) -> bytes:

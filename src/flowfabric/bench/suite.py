@@ -25,8 +25,8 @@ from flowfabric.version import __version__
 
 SUBJECT_TIMEOUT_S = 300
 SOAK = "soak"
-ONCE = frozenset({"idle", "backlog", "counts", "feeds"})
-"""Subjects that report medians of many samples: one round is enough."""
+ONCE = frozenset({"idle", "backlog", "counts", "streams", "feeds"})
+"""Subjects that take many samples, or long: they are measured in one round."""
 THOROUGH = frozenset({"result", "cost", "renew", "queues", "counts", "pinned", "dead_rows", "streams", "feeds"})
 """Subjects that a quick run measures only if they are named."""
 OURS = (
