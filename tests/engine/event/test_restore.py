@@ -178,7 +178,7 @@ async def test_a_cursor_ahead_of_a_store_that_lost_events_is_refused(
     # A standby that lacked the last commits was promoted.
     await connection.execute("delete from event where event_id > 3")
     for cursor in (last.cursor, start):
-        with pytest.raises(InvalidInputError, match="^invalid_input: the store has no event") as caught:
+        with pytest.raises(InvalidInputError, match=r"^invalid_input: the store has no event") as caught:
             await engine.subscribe_completion(cursor)
         assert isinstance(caught.value.detail, dict)
         assert caught.value.detail["reason"] == "cursor_ahead"

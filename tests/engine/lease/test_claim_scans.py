@@ -14,9 +14,11 @@ from engine.state import claim, ids, made, new
 from fixtures import Clock, Engines, Rows
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
+from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.claim import Scans
 from flowfabric.engine.parts import parts_of
+from flowfabric.model.errors import EngineError
 
 LANES = [f"lane-{nth:02}" for nth in range(12)]
 KINDS = [f"kind-{nth}" for nth in range(6)]
@@ -163,6 +165,21 @@ async def test_claim_for_worker_finds_executions_behind_the_heads_of_many_routes
     async with asyncio.timeout(30):
         answer = await engine.claim_for_worker(**asked, worker_capabilities=tokens, kinds=["job"])
     assert getattr(answer, "execution_id", None) == (behind if is_there else None)
+
+
+async def test_an_execution_whose_grant_was_rolled_back_is_found_by_the_next_search(
+    engine: Engine, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", -1)
+    monkeypatch.setattr(ScanWatermarks, "SHARE", 10**9)
+    (waiting,) = await made(engine, new())
+    asked: dict[str, Any] = {"lane_id": "default", "worker_id": "pool", "worker_instance_id": "pool-1"}
+    await connection.execute("delete from signing_key")
+    with pytest.raises(EngineError, match="hmac_secret_not_initialized"):
+        await engine.claim_for_worker(**asked)
+    await engine.seed_waitpoint_hmac_secret(kid="second", secret_hex="ab" * 32)
+    answer = await engine.claim_for_worker(**asked)
+    assert getattr(answer, "execution_id", None) == waiting
 
 
 async def test_the_order_does_not_depend_on_table_statistics(engines: Engines, connection: asyncpg.Connection) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import cast
 from uuid import UUID
 
-from flowfabric.db.database import Transaction
+from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import EndedLease
 from flowfabric.engine.core.keys import Keys
@@ -136,21 +136,25 @@ class Grants:
         statement = CLAIM_SQL.lock_best_of_queues if scan.is_by_queue else CLAIM_SQL.lock_best_of_routes
         offered = cast("tuple[str, ...]", where["capabilities"])
 
-        async def search(transaction: Transaction) -> Granted | LockedWithGrant | int | None:
+        async def search(transaction: Transaction) -> tuple[Record, Granted | LockedWithGrant | None]:
             (row,) = await transaction.fetch(statement, **where, **RECLAIM_LIMITS, skipped=skipped, limit=1)
-            if row["scan_us"] is not None:
-                scan.watermarks.record_full_scan(row["scan_us"] / 1_000_000, up_to=row["place"])
             if row["execution_id"] is None:
-                cut_at: int | None = row["cut_at"]
-                return cut_at
-            scan.watermarks.raise_to(row["queue_no" if scan.is_by_queue else "route_no"], row["place"])
+                return row, None
             locked = await read_with_grant(transaction, row["partition_key"], row["execution_id"])
             if locked.is_lost and locked.reclaim_count >= reclaim_cap(locked.execution_policy):
-                return locked
+                return row, locked
             kind = GrantKind.RECLAIM if locked.is_lost else GrantKind.CLAIM
-            return await self.issue(transaction, locked, kind, grantee, offered)
+            return row, await self.issue(transaction, locked, kind, grantee, offered)
 
-        return await self._store.transact(search)
+        # Watermarks are set after the commit: an execution whose grant is rolled back must not be below them.
+        row, found = await self._store.transact(search)
+        if row["scan_us"] is not None:
+            scan.watermarks.record_full_scan(row["scan_us"] / 1_000_000, up_to=row["place"])
+        if found is None:
+            cut_at: int | None = row["cut_at"]
+            return cut_at
+        scan.watermarks.raise_to(row["queue_no" if scan.is_by_queue else "route_no"], row["place"])
+        return found
 
     async def scan_eligible_executions(self, *, lane_id: str, limit: int = 100) -> list[ExecutionId]:
         """List the claimable executions of a lane without a live grant, in claim order."""
