@@ -7,10 +7,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from .killable import KillableServer, embedded_home
-from .pgbouncer import BINARY
+from .pgbouncer import BINARY, keeps_statements
 
 # PgBouncer is a system package, not a dependency of the project.
-collect_ignore = [] if shutil.which(BINARY) else ["test_pgbouncer.py"]
+collect_ignore: list[str] = []
+if not shutil.which(BINARY):
+    collect_ignore += ["test_pgbouncer.py", "test_pgbouncer_transactions.py"]
+elif not keeps_statements():
+    collect_ignore += ["test_pgbouncer_transactions.py"]
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import asyncpg
 
+from flowfabric.db.database import Database
 from flowfabric.db.session import session_settings
+from flowfabric.db.statements import Statement
 
 BINARY = os.environ.get("FF_TEST_PGBOUNCER", "pgbouncer")
 """The program: the installed one, or the one that `FF_TEST_PGBOUNCER` names."""
@@ -98,3 +100,23 @@ async def _role_settings(url: str, database: str, required: dict[str, str]) -> A
     finally:
         await connection.execute(f"alter role postgres in database {database} reset all")
         await connection.close()
+
+
+@asynccontextmanager
+async def load(address: str, *, sessions: int) -> AsyncIterator[None]:
+    """Sessions that run one statement after the other."""
+    database = Database(address, "flowfabric", sessions)
+    statement = Statement("notify", "select pg_notify('flowfabric_work', '*')")
+
+    async def run() -> None:
+        while True:
+            await database.fetch(statement, {})
+
+    tasks = [asyncio.create_task(run()) for _ in range(sessions)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await database.close()

@@ -1,8 +1,6 @@
 """`ff migrate --check` and engines through a real PgBouncer."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -10,9 +8,8 @@ import pytest
 from creates import new
 from fixtures import Eventually
 from flowfabric import Fabric
-from flowfabric.db.database import Connection, Database
+from flowfabric.db.database import Database
 from flowfabric.db.notify import EVERYTHING, Hints
-from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import Created
@@ -20,7 +17,7 @@ from flowfabric.settings import Settings
 from flowfabric.worker import claiming
 
 from .command import migrate
-from .pgbouncer import keeps_statements, pgbouncer
+from .pgbouncer import keeps_statements, load, pgbouncer
 
 KEPT = {"max_prepared_statements": 200} if keeps_statements() else {}
 NOT_KEPT = {"max_prepared_statements": 0} if keeps_statements() else {}
@@ -119,73 +116,6 @@ async def test_a_worker_with_a_direct_connection_receives_hints_of_submissions_t
             await eventually(is_listening)
             for number in range(3):
                 assert await (await there.double.submit(number)).result(timeout=60) == 2 * number
-
-
-class Counted(Database):
-    """A database that counts the connections opened outside the pool."""
-
-    connections = 0
-
-    async def connect(self, **settings: str) -> Connection:
-        self.connections += 1
-        return await super().connect(**settings)
-
-
-@asynccontextmanager
-async def load(address: str, *, sessions: int) -> AsyncIterator[None]:
-    """Sessions that run one statement after the other."""
-    database = Database(address, "flowfabric", sessions)
-    statement = Statement("notify", "select pg_notify('flowfabric_work', '*')")
-
-    async def run() -> None:
-        while True:
-            await database.fetch(statement, {})
-
-    tasks = [asyncio.create_task(run()) for _ in range(sessions)]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await database.close()
-
-
-TRANSACTION = {"pool_mode": "transaction", **KEPT}
-DEAF: dict[str, dict[str, Any]] = {
-    "one connection": {**TRANSACTION, "default_pool_size": 1},
-    "many connections": {**TRANSACTION, "default_pool_size": 20},
-    "subscriptions dropped": {**TRANSACTION, "server_reset_query": "unlisten *", "server_reset_query_always": 1},
-}
-
-
-@pytest.mark.skipif(not keeps_statements(), reason="this PgBouncer does not keep prepared statements")
-@pytest.mark.parametrize("sessions", [0, 4], ids=["idle", "under load"])
-@pytest.mark.parametrize("mode", DEAF)
-async def test_a_listener_behind_a_pooler_in_transaction_mode_never_counts_as_listening(
-    url: str,
-    mode: str,
-    sessions: int,
-    monkeypatch: pytest.MonkeyPatch,
-    eventually: Eventually,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.01)
-    monkeypatch.setattr(Hints, "PROBE_TIMEOUT_SECONDS", 0.1)
-    async with pgbouncer(url, **DEAF[mode]) as address, load(address, sessions=sessions):
-        database = Counted(address, "flowfabric", 1)
-        hints = Hints(database)
-        states: list[bool] = []
-        # Called with hints that do arrive, and when the hints count as listening.
-        hints.subscribe("work", lambda _: states.append(hints.is_listening))
-        try:
-            assert hints.start_listening()
-            await eventually(lambda: any(states) or database.connections >= 20)
-        finally:
-            await hints.close()
-            await database.close()
-    assert not any(states)
-    assert caplog.text.count("LISTEN receives nothing over this connection") == 1
 
 
 async def test_a_listener_behind_a_pooler_in_session_mode_receives_hints(
