@@ -294,6 +294,27 @@ async def test_no_item_is_forgotten_while_streams_start_and_stop() -> None:
     await asyncio.wait_for(asyncio.gather(*(call(first) for first in range(0, 2000, 100))), 30)
 
 
+async def test_a_call_in_another_event_loop_is_refused_and_the_batch_goes_on() -> None:
+    async def together(items: Sequence[int]) -> Sequence[int]:
+        return items
+
+    async def alone(item: int) -> int:
+        return item
+
+    batch: Batch[int, int] = Batch(together, alone, keys=lambda item: (item,), streams=2)
+
+    async def put(item: int) -> int:
+        return await batch.put(item)
+
+    def call_elsewhere() -> None:
+        for call in (put(1), put(2), batch.run([3])):
+            with pytest.raises(RuntimeError, match="the engine is connected in another event loop"):
+                asyncio.run(call)
+
+    await asyncio.to_thread(call_elsewhere)
+    assert await asyncio.wait_for(asyncio.gather(put(4), put(5)), 30) == [4, 5]
+
+
 async def test_a_statement_takes_no_more_items_once_their_weights_reach_the_size() -> None:
     taken: list[list[int]] = []
 

@@ -436,3 +436,16 @@ async def test_a_fault_does_not_contain_the_values_of_the_statement(
             if token in f"{fault} {fault!r} {printed}":
                 wrong.append((case, "contains the value"))
     assert wrong == []
+
+
+async def test_a_call_in_another_event_loop_is_refused_and_takes_no_connection(database: Database) -> None:
+    def call_elsewhere() -> None:
+        for _ in range(4):
+            with pytest.raises(RuntimeError, match="the engine is connected in another event loop"):
+                asyncio.run(database.fetch(ADD, {"a": 1, "b": 2}))
+
+    await database.fetch(ADD, {"a": 1, "b": 2})
+    await asyncio.to_thread(call_elsewhere)
+    async with asyncio.timeout(30):
+        for _ in range(4):
+            assert (await database.fetch(ADD, {"a": 1, "b": 2}))[0]["sum"] == 3

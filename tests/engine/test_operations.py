@@ -1,12 +1,15 @@
 """Each operation of the engine is a method of a service, with its signature and docstring."""
 
+import asyncio
 import inspect
+from collections.abc import Callable
 
-from fixtures import Given
+from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.operation import operation
 from flowfabric.model.handle import Handle
+from flowfabric.model.stream import Frame
 
 OPERATIONS = sorted(name for name, value in vars(Engine).items() if isinstance(value, operation))
 
@@ -29,6 +32,53 @@ async def test_an_operation_of_an_engine_is_the_bound_method_of_its_service(engi
     assert inspect.signature(engine.complete) == inspect.signature(Finish(None, None).complete)  # type: ignore[arg-type]
     assert engine.complete.__self__ is engine._services[Finish]  # type: ignore[attr-defined]
     assert engine.complete.__doc__ == Finish.complete.__doc__
+
+
+async def test_an_operation_refuses_to_run_in_another_event_loop_and_changes_nothing(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
+    handle = await given.claimed()
+    frame = Frame(bytes=b"a")
+    kept = engine.complete
+
+    async def in_that_loop() -> None:
+        await engine.append_frame(handle, frame)
+
+    def subscribe() -> None:
+        async def begin() -> None:
+            engine.subscribe_completion()
+
+        asyncio.run(begin())
+
+    refused: list[str] = []
+
+    def call_each() -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: asyncio.run(engine.append_frame(handle, frame)),
+            lambda: asyncio.run(in_that_loop()),
+            lambda: asyncio.run(engine.complete(handle, b"1")),
+            lambda: asyncio.run(kept(handle, b"1")),
+            lambda: asyncio.run(engine.read_execution_state(handle.execution_id)),
+            lambda: asyncio.run(engine.wait_for_ending(handle.execution_id)),
+            lambda: asyncio.run(engine.tail_stream(handle.execution_id, 0, block_ms=30_000)),
+            subscribe,
+        ]
+        for call in calls:
+            try:
+                call()
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    async with rows.unchanged():
+        await asyncio.to_thread(call_each)
+    assert refused == [
+        "the engine is connected in another event loop; connect an Engine in each event loop, or run the call there: "
+        "`asyncio.run_coroutine_threadsafe(call, loop)`, in a `def` task `ctx.from_thread(call)`"
+    ] * len(refused)
+    assert len(refused) == 8
+    # What a thread without an event loop gets may run in the loop of the engine.
+    assert (await (await asyncio.to_thread(lambda: engine.append_frame(handle, frame)))).frame_count == 1
+    await kept(handle, b"1")
 
 
 async def test_a_subclass_may_override_an_operation(url: str, given: Given) -> None:

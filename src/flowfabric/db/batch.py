@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from flowfabric.db.faults import StoreFault
+from flowfabric.loops import check_engine_loop
 from flowfabric.tasks import create_shared_task
 
 Item = TypeVar("Item")
@@ -34,7 +35,8 @@ class Batch(Generic[Item, Answer]):
 
     A statement contains each key at most once; a second item with the same key waits for the first one's answer. An
     item whose row is locked goes into the next statement, and runs alone if the row is still locked. If a statement
-    fails because of an item, its items are repeated one by one. Cancelling a caller does not withdraw its item.
+    fails because of an item, its items are repeated one by one. Cancelling a caller does not withdraw its item. A call
+    in another event loop than the one that created the batch is refused.
     """
 
     MAX_SHARED_TRIES = 2
@@ -57,6 +59,7 @@ class Batch(Generic[Item, Answer]):
         `size` is the most items of a statement, `streams` the number of statements at the same time. `keys` returns
         what an item locks. With `weigh`, a statement takes no more items once their weights add up to `size`.
         """
+        self._loop = asyncio.get_running_loop()
         self._together = together
         self._alone = alone
         self._keys = keys
@@ -71,7 +74,9 @@ class Batch(Generic[Item, Answer]):
 
     def put(self, item: Item) -> "asyncio.Future[Answer]":
         """Queue one item; return a future of its answer or its error."""
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        # A task in a foreign loop may die with it, and would count as running for ever.
+        check_engine_loop(self._loop)
+        answer: asyncio.Future[Answer] = self._loop.create_future()
         self._waiting.append(_Entry(item, self._keys(item), answer))
         if self._running < self._streams:
             self._running += 1
@@ -83,6 +88,7 @@ class Batch(Generic[Item, Answer]):
 
         The items share one statement; items with a repeated key run in a further one.
         """
+        check_engine_loop(self._loop)
         answers: list[Answer | Locked | Exception] = [LOCKED] * len(items)
         remaining = list(range(len(items)))
         while remaining:

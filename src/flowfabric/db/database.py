@@ -13,6 +13,7 @@ from flowfabric.db.faults import StoreFault, fault_of, is_answered, without_valu
 from flowfabric.db.session import Limits, close, connect
 from flowfabric.db.statements import Statement
 from flowfabric.db.unreachable import Unreachable
+from flowfabric.loops import check_engine_loop, running_loop
 
 Record: TypeAlias = asyncpg.Record
 Connection: TypeAlias = Any
@@ -51,6 +52,7 @@ class Database:
         self._used: set[Connection] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        self._loop = running_loop()
 
     @classmethod
     async def open(
@@ -100,6 +102,7 @@ class Database:
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[Connection]:
         """A connection of the pool; errors of the driver are raised as faults."""
+        check_engine_loop(self._loop)
         connection: Connection = None
         ended_by: BaseException | None = None
         await self._take_slot()

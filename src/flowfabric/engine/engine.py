@@ -1,5 +1,6 @@
 """Engine: every operation, on one Postgres."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -157,6 +158,7 @@ class Engine:
         self.settings = parts.lifecycle.settings
         self._parts = parts
         self._services = parts.services
+        self._loop = asyncio.get_running_loop()
 
     if not TYPE_CHECKING:
         # Type checkers see only implemented operations. At run time every operation of the specification is callable.

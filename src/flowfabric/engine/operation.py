@@ -1,10 +1,13 @@
 """Services: the objects whose methods are the operations of an engine, exposed without copying their signatures."""
 
+import asyncio
 import functools
 import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+
+from flowfabric.loops import check_engine_loop, running_loop
 
 Service = TypeVar("Service")
 Arguments = ParamSpec("Arguments")
@@ -32,11 +35,17 @@ class HasServices(Protocol):
     @property
     def _services(self) -> Services: ...
 
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that the operations must be called in."""
+        ...
+
 
 class operation(Generic[Service, Arguments, Result]):
     """A descriptor that exposes a service's method on the engine with the same signature and docstring.
 
-    Access through an engine returns the bound method of its service, so a call adds no stack frame.
+    Access through an engine, in its event loop, returns the bound method of its service, so a call adds no stack frame.
+    Access from elsewhere returns a function that refuses to run in another event loop.
     """
 
     def __init__(self, method: Callable[Concatenate[Service, Arguments], Result]) -> None:
@@ -60,7 +69,23 @@ class operation(Generic[Service, Arguments, Result]):
         if engine is None:
             return self._unbound
         bound: Callable[Arguments, Result] = getattr(engine._services[self._kind], self._name)
-        return bound
+        return bound if running_loop() is engine._loop else _in_loop(engine._loop, bound)
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, bound: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method, which refuses to run in another event loop than this one."""
+
+    @functools.wraps(bound)
+    def checked(*args: object, **kwargs: object) -> object:
+        check_engine_loop(loop)
+        return bound(*args, **kwargs)
+
+    @functools.wraps(bound)
+    async def checked_coroutine(*args: object, **kwargs: object) -> object:
+        check_engine_loop(loop)
+        return await bound(*args, **kwargs)
+
+    return checked_coroutine if inspect.iscoroutinefunction(bound) else checked
 
 
 def _coroutine_function(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from typing import Any, Self, Unpack
 from flowfabric.engine.engine import Engine
 from flowfabric.fabric.run import Run
 from flowfabric.fabric.task import Called, Params, Returned, Task, TaskDecorator
+from flowfabric.loops import check_loop, running_loop
 from flowfabric.model.errors import EngineError, error, reason_of
 from flowfabric.model.ids import check_lane_id, parse_execution_id
 from flowfabric.model.text import check_options, check_short, shown
@@ -87,12 +88,7 @@ class Fabric:
         """The engine of this fabric, which has every operation; available while the fabric is connected."""
         if self._engine is None:
             raise RuntimeError("the fabric is not connected; use it inside `async with fabric:`")
-        if _running_loop() not in (self._loop, None):
-            raise RuntimeError(
-                "the fabric is connected in another event loop; connect a Fabric in each event loop, or run the call "
-                "where it is connected: `asyncio.run_coroutine_threadsafe(call, loop)`, in a `def` task "
-                "`ctx.from_thread(call)`"
-            )
+        check_loop(self._loop, "the fabric is connected", "connect a Fabric in each event loop, or ")
         return self._engine
 
     async def __aenter__(self) -> Self:
@@ -168,7 +164,7 @@ class Fabric:
         that ignore their cancellation, nor for threads of `asyncio.to_thread` that do not return. The options are those
         of `worker`.
         """
-        if _running_loop() is not None:
+        if running_loop() is not None:
             raise RuntimeError(
                 "run_worker() starts an event loop of its own and cannot be called inside a running one; there, use "
                 "`async with fabric, fabric.worker():`"
@@ -195,14 +191,6 @@ class Fabric:
         except (EngineError, TypeError, ValueError) as wrong:
             text = reason_of(wrong) if isinstance(wrong, EngineError) else str(wrong)
             raise StartError(text, exit_code=MISUSED) from wrong
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread, if any."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _place_of(task: Task[Any, Any, Any]) -> str:
