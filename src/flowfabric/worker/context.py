@@ -1,13 +1,13 @@
 """What a handler knows about its run, and what it can do with it."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar, Unpack, overload
 from uuid import uuid5
 
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
+from flowfabric.loops import check_loop, running_loop
 from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import error
 from flowfabric.model.handle import Fence, Handle
@@ -57,11 +57,19 @@ def _is_suspended(outcome: SuspendOutcome, handle: Handle) -> bool:
     return isinstance(outcome, Suspended) and outcome.handle.lease_id == handle.lease_id
 
 
+def _not_called(value: object) -> str:
+    name = getattr(value, "__name__", None)
+    if not callable(value) or name is None:
+        return shown(value)
+    return f"the function {name} itself; call it: ctx.from_thread(ctx.stream.write(line))"
+
+
 class Context:
     """What a handler knows about its run and can do with it.
 
     Annotate a parameter of the task with `Context` to get one: `async def deploy(ctx: Context, version: str)`. It is
-    not part of the arguments that callers submit.
+    not part of the arguments that callers submit. What must be awaited is refused in another event loop than the one of
+    the worker; a `def` handler calls it with `from_thread`.
     """
 
     __slots__ = ("_engine", "_loop", "_running")
@@ -144,6 +152,7 @@ class Context:
     @property
     def lease_lost(self) -> "asyncio.Future[None]":
         """A future that is done when the lease is lost; the handler is cancelled at the same time."""
+        self._check_loop()
         running = self._running
         if running.waiter is None:
             running.waiter = self._loop.create_future()
@@ -158,6 +167,7 @@ class Context:
 
     async def progress(self, percent: int | None = None, message: str | None = None) -> None:
         """Report progress, from 0 to 100 percent, shown by `run.status()`; a value that is left out stays as it was."""
+        self._check_loop()
         if percent is not None:
             check_range(percent, "percent", 0, 100)
         handle = self._running.claimed.handle
@@ -174,6 +184,7 @@ class Context:
         return SummaryWriter(self._frame_queue)
 
     def _frame_queue(self) -> FrameQueue:
+        self._check_loop()
         running = self._running
         if running.frames is None:
             running.frames = FrameQueue(self._engine, running)
@@ -196,6 +207,7 @@ class Context:
 
     async def observe_signals(self) -> list[ResumeSignal]:
         """Read every signal of the latest wait of this attempt from the store."""
+        self._check_loop()
         return await self._answer(lambda: self._engine.observe_signals(self._running.claimed.handle))
 
     async def create_waitpoint(self, waitpoint_key: str, expires_in: Duration) -> PendingWaitpoint:
@@ -203,6 +215,7 @@ class Context:
 
         Its token can be given to an outsider at once, for example with `callback`.
         """
+        self._check_loop()
         handle, waitpoint_id = self._running.claimed.handle, WaitpointId(uuid7())
         expires_in_ms = milliseconds(expires_in, "expires_in")
         return await self._answer(
@@ -235,6 +248,7 @@ class Context:
         `resumed_signals()` tell the second run. The call returns only if there is nothing to wait for: signals that
         arrived earlier already meet the condition, or a wait under the same idempotency key is over.
         """
+        self._check_loop()
         if args is None:
             args = suspend_args(self.attempt_index, options)
         elif options or not isinstance(args, SuspendArgs):
@@ -277,6 +291,7 @@ class Context:
         Raises `WaitTimeout` if no signal arrives in time and `NoSignal` if an operator ends the wait without one;
         with `default`, returns that instead. A new attempt after a failure waits again.
         """
+        self._check_loop()
         check_short(name, "name")
         codec = codec_of(type)
         waits = self._running.waits
@@ -319,10 +334,15 @@ class Context:
     async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         return await retry_while_leased(call, self._running)
 
-    def from_thread(self, awaitable: Coroutine[Any, Any, Answer]) -> Answer:
+    def _check_loop(self) -> None:
+        """Refuse a call that would change the run in another event loop; what it started there might never end."""
+        check_loop(self._loop, "the worker of this run is")
+
+    def from_thread(self, call: Coroutine[Any, Any, Answer]) -> Answer:
         """Wait for an asynchronous call from a `def` handler: `ctx.from_thread(ctx.progress(50))`."""
-        with contextlib.suppress(RuntimeError):
-            asyncio.get_running_loop()
-            awaitable.close()
+        if not asyncio.iscoroutine(call):
+            raise TypeError(f"from_thread: expected a call such as ctx.progress(50), got {_not_called(call)}")
+        if running_loop() is self._loop:
+            call.close()
             raise TypeError("from_thread: is for `def` handlers, which run in threads; here, await the call itself")
-        return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
