@@ -1,6 +1,8 @@
 """What handlers write to their stream."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -62,6 +64,35 @@ async def test_a_slow_token_is_readable_before_the_next_one(
         await eventually(is_readable)
         gate.set()
     await engine.wait_for_ending(run, timeout=60)
+
+
+async def test_a_handler_that_keeps_the_event_loop_between_its_writes_streams_nevertheless(
+    url: str, start_worker: StartWorker, submit: Submit, engine: Engine
+) -> None:
+    is_read = threading.Event()
+
+    def keep_the_loop(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pass
+
+    async def job(ctx: Context) -> bool:
+        await ctx.stream.write("0")
+        keep_the_loop(1)
+        await ctx.stream.write("1")
+        return is_read.wait(10)
+
+    async def read(run: ExecutionId) -> None:
+        async with Engine.connect(url) as reader:
+            while len(await texts(reader, run)) < 2:
+                await reader.tail_stream(run, 0, block_ms=100)
+        is_read.set()
+
+    await start_worker({"job": job})
+    run = await submit()
+    reading = asyncio.create_task(asyncio.to_thread(asyncio.run, read(run)))
+    assert (await engine.wait_for_ending(run, timeout=60)).result == b"true"
+    await reading
 
 
 @pytest.mark.usefixtures("patient_with_locks")

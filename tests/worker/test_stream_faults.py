@@ -7,7 +7,7 @@ import pytest
 
 from engine.state import rounds
 from faults.proxy import Action, Fault, Proxy, Side
-from fixtures import StartWorker, Submit
+from fixtures import Eventually, StartWorker, Submit
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.stream.append import Streams
 from flowfabric.model.errors import TransportError
@@ -15,6 +15,7 @@ from flowfabric.model.handle import Handle
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
+from flowfabric.worker.running import Running
 from flowfabric.worker.worker import Worker
 
 from .streaming import numbers, texts
@@ -48,6 +49,34 @@ async def test_a_frame_whose_answer_is_lost_is_stored_once(
     # A patch keeps the newest 64 frames.
     assert await texts(engine, run) == [*numbers(61, 1439), *patches]
     assert len(lost) >= 4
+
+
+async def test_a_frame_whose_answer_is_lost_with_the_lease_is_not_reported_as_lost(
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    eventually: Eventually,
+) -> None:
+    append, is_refused = Streams.append_numbered, asyncio.Event()
+
+    async def append_and_lose(streams: Streams, handle: Handle, frames: Any, *, first_number: int) -> Any:
+        await append(streams, handle, frames, first_number=first_number)
+        monkeypatch.setattr(Running, "is_lease_expired", True)
+        is_refused.set()
+        raise TransportError(outcome_unknown=True)
+
+    monkeypatch.setattr(Streams, "append_numbered", append_and_lose)
+
+    async def job(ctx: Context) -> None:
+        await ctx.stream.write("a")
+        await is_refused.wait()
+
+    await start_worker({"job": job})
+    run = await submit()
+    await eventually(lambda: "1 frames of its stream may not be stored: transport" in caplog.text)
+    assert await texts(engine, run) == ["a"]
 
 
 async def test_frames_are_stored_once_and_in_order_although_connections_break_at_any_message(

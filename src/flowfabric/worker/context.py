@@ -259,7 +259,7 @@ class Context:
         running, given = self._running, with_retry_key(args)
         handle = running.claimed.handle
         if running.frames is not None:
-            await running.frames.settle(FLUSH_SECONDS)
+            await running.frames.wait_stored(FLUSH_SECONDS)
         running.is_suspending = True
         try:
             outcome = await retry_suspend(lambda: self._engine.suspend(handle, given), running)

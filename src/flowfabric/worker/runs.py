@@ -216,11 +216,11 @@ async def _close_frames(running: Running, frames: FrameQueue, outcome: Outcome) 
     try:
         if not running.is_dropped:
             try:
-                await frames.settle(FLUSH_SECONDS)
+                await frames.wait_stored(FLUSH_SECONDS)
             except asyncio.CancelledError:
                 outcome = Dropped()
         if running.is_dropped:
-            await frames.settle(STOPPED_FLUSH_SECONDS)
+            await frames.wait_stored(STOPPED_FLUSH_SECONDS)
     finally:
         frames.close()
     return outcome

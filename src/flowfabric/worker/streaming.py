@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.errors import EngineError, error
+from flowfabric.model.errors import EngineError, TransportError, error
 from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.policy import DurabilityMode
 from flowfabric.model.stream import (
@@ -37,6 +38,11 @@ MAX_BYTES = 1_048_576
 """The most bytes in these frames."""
 GROUP_FRAMES = 500
 """The most frames of a run that are stored in one transaction."""
+
+HELD_SECONDS = 0.01
+"""How long a handler may keep the event loop between its writes before a write gives it to the store."""
+GIVEN_SECONDS = 1.0
+"""The longest time that a write gives to the store, and no longer than the handler has kept the loop."""
 
 FLUSH_SECONDS = 30.0
 """How long the end of a run, or its suspension, waits for its frames to be stored."""
@@ -69,23 +75,46 @@ class _Queued:
         self.answer = answer
 
     def succeed(self, outcome: AppendFrameOutcome) -> None:
-        """Tell who waits for the frame that it is stored."""
+        """Resolve the future with its outcome."""
         if self.answer is not None and not self.answer.done():
             self.answer.set_result(outcome)
 
     def fail(self, refusal: EngineError) -> bool:
-        """Tell who waits for the frame that it is refused; return whether anybody does."""
+        """Resolve the future with its refusal; return whether anybody waits for it."""
         if self.answer is None or self.answer.done():
             return False
         self.answer.set_exception(refusal)
         return True
 
 
+class _LoopHold:
+    """Measures for how long a handler has kept the event loop from its next turn."""
+
+    __slots__ = ("_began",)
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+
+    def begin(self) -> None:
+        """Measure from now on, until the loop has its next turn."""
+        if self._began is None:
+            self._began = time.monotonic()
+            asyncio.get_running_loop().call_soon(self._end)
+
+    @property
+    def seconds(self) -> float:
+        """How long the loop has had no turn."""
+        return 0.0 if self._began is None else time.monotonic() - self._began
+
+    def _end(self) -> None:
+        self._began = None
+
+
 class FrameQueue:
     """The frames of a run on their way to the store, which gets them in order, many in one transaction.
 
     Faults of the store are retried while the lease is held. When a frame is refused because the lease is lost, the
-    frames behind it are dropped, and every later write is refused as well.
+    frames after it are dropped, and every later write is refused as well.
     """
 
     def __init__(self, engine: Engine, run: StreamingRun) -> None:
@@ -97,22 +126,29 @@ class FrameQueue:
         """The size of these frames."""
         self._task: asyncio.Task[None] | None = None
         """Stores the waiting frames; it ends when there are none."""
-        self._queued = self._settled = self._refused = 0
-        """How many frames were queued so far, how many of them are stored or refused, and how many refused."""
-        self._has_settled = asyncio.Event()
+        self._settled = 0
+        """How many frames were stored or refused so far."""
+        self._progressed = asyncio.Event()
         """Set when frames are stored or refused, and then replaced by a new one."""
-        self._unreported: EngineError | None = None
-        """Why a frame was refused for which nobody waited, until a write or a flush raises it."""
+        self._unreported: list[EngineError] = []
+        """The refusals of frames that nobody waits for, until a write or a flush raises the first."""
         self._refusal: EngineError | None = None
         """Why no more frames are accepted."""
+        self._hold = _LoopHold()
         policy = run.claimed.policy
         stream_policy = None if policy is None else policy.stream_policy
         self.is_durable = stream_policy is not None and stream_policy.durability_mode is DurabilityMode.DURABLE
         """Whether every write waits until its frame is stored."""
 
     async def put(self, frame: Frame) -> None:
-        """Queue a frame; wait first if too many are queued."""
+        """Queue a frame; wait first if too many are queued.
+
+        If the handler has kept the event loop, wait afterwards until the frame is stored, or as long as it has.
+        """
         await self._put(frame, None)
+        if (held := self._hold.seconds) > HELD_SECONDS:
+            await self.wait_stored(min(held, GIVEN_SECONDS))
+        self._hold.begin()
 
     async def store(self, frame: Frame) -> AppendFrameOutcome:
         """Queue a frame and wait until it is stored."""
@@ -125,8 +161,8 @@ class FrameQueue:
         await self._wait_for_queued()
         self._raise_refusal()
 
-    async def settle(self, seconds: float) -> None:
-        """Wait until every frame queued so far is stored or refused, for at most this time and while it makes sense."""
+    async def wait_stored(self, seconds: float) -> None:
+        """Wait until every frame queued so far is stored or refused, for at most `seconds` and if the lease is held."""
         if self._run.is_lease_held:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -134,31 +170,33 @@ class FrameQueue:
 
     def close(self) -> None:
         """Drop what is not stored, and refuse later writes."""
-        if self._task is not None:
-            self._task.cancel()
-        if self._waiting:
-            self._refuse_waiting(error("stream_closed", "the run has ended first"))
-        self._refuse_waiting(error("stream_closed", "the handler has returned; await every write before it does"))
-        if self._unreported is not None and self._run.lost is None:
-            text = "%s: %d frames of its stream were not stored: %s"
-            log_about(self._run.claimed, logger, logging.WARNING, text, self._run, self._refused, self._unreported)
+        is_storing = self._task is not None and self._task.cancel()
+        self._drop_waiting(error("stream_closed", "the run has ended first"))
+        self._refusal = self._refusal or error(
+            "stream_closed", "the handler has returned; await every write before it does"
+        )
+        if self._unreported and self._run.lost is None:
+            # A transaction that has begun may still commit, and one whose answer was lost may have.
+            is_unknown = is_storing or any(map(_is_outcome_unknown, self._unreported))
+            text = "%s: %d frames of its stream " + ("may not be" if is_unknown else "were not") + " stored: %s"
+            count, first = len(self._unreported), self._unreported[0]
+            log_about(self._run.claimed, logger, logging.WARNING, text, self._run, count, first)
 
     async def _put(self, frame: Frame, answer: "asyncio.Future[AppendFrameOutcome] | None") -> None:
         self._raise_refusal()
         size = len(frame.bytes)
         while self._waiting and (len(self._waiting) >= MAX_FRAMES or self._bytes + size > MAX_BYTES):
-            await self._has_settled.wait()
+            await self._progressed.wait()
             self._raise_refusal()
         self._waiting.append(_Queued(frame, answer))
-        self._queued += 1
         self._bytes += size
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._store_waiting())
 
     async def _wait_for_queued(self) -> None:
-        queued = self._queued
+        queued = self._settled + len(self._waiting)
         while self._settled < queued:
-            await self._has_settled.wait()
+            await self._progressed.wait()
 
     async def _store_waiting(self) -> None:
         try:
@@ -197,30 +235,31 @@ class FrameQueue:
     def _settle(self, queued: _Queued, answer: Answer) -> None:
         self._settled += 1
         self._bytes -= len(queued.frame.bytes)
-        if isinstance(answer, EngineError):
-            self._refused += 1
-            if not queued.fail(answer):
-                self._unreported = self._unreported or answer
-        else:
+        if not isinstance(answer, EngineError):
             queued.succeed(answer)
+        elif not queued.fail(answer):
+            self._unreported.append(answer)
 
     def _refuse_waiting(self, refusal: EngineError) -> None:
         """Refuse the frames that wait, and every later one."""
         self._refusal = self._refusal or refusal
+        self._drop_waiting(self._refusal)
+
+    def _drop_waiting(self, refusal: EngineError) -> None:
         while self._waiting:
-            self._settle(self._waiting.popleft(), self._refusal.copy())
+            self._settle(self._waiting.popleft(), refusal.copy())
         self._wake()
 
     def _wake(self) -> None:
-        self._has_settled.set()
-        self._has_settled = asyncio.Event()
+        self._progressed.set()
+        self._progressed = asyncio.Event()
 
     def _raise_refusal(self) -> None:
-        unreported, self._unreported = self._unreported, None
+        unreported, self._unreported = self._unreported, []
         if self._refusal is not None:
             raise self._refusal.copy()
-        if unreported is not None:
-            raise unreported
+        if unreported:
+            raise unreported[0]
 
 
 class FrameWriter:
@@ -294,6 +333,10 @@ class SummaryWriter:
         )
         assert outcome.summary_version is not None, "a patch makes a new version"
         return outcome.summary_version
+
+
+def _is_outcome_unknown(fault: EngineError) -> bool:
+    return isinstance(fault, TransportError) and fault.outcome_unknown
 
 
 def _bytes_of(data: object) -> bytes:
