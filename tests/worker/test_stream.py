@@ -173,6 +173,7 @@ async def test_a_frame_that_cannot_be_stored_is_refused_at_the_call_and_the_othe
             write("x", frame_type=3),
             write("x", correlation_id=3),
             write("x", mode="durable"),
+            write("x", flush="no"),
             write("[1]", mode=DurableSummary()),
         ):
             refused.append(await refusal(call))
@@ -183,12 +184,14 @@ async def test_a_frame_that_cannot_be_stored_is_refused_at_the_call_and_the_othe
     run = await submit()
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
     assert [len(text) for text in await texts(engine, run)] == [LONGEST, 0]
-    assert [code for code, _ in refused] == ["retention_limit_exceeded"] * 2 + ["invalid_input"] * 8
+    assert [code for code, _ in refused] == ["retention_limit_exceeded"] * 2 + ["invalid_input"] * 9
     assert refused[0][1] == (
         "data: must be at most 65536 bytes, got 65537; split it into several, or store it elsewhere and write where"
     )
     assert refused[2][1] == "data: must be text or bytes, got 7"
     assert refused[3][1] == r"data: is not valid Unicode, got '\ud800'; remove the lone surrogates"
+    assert refused[4][1] == "kind: must be one of stdout, stderr, event, blob, got 'smoke'"
+    assert refused[9][1] == "flush: must be True or False, got 'no'"
 
 
 async def test_a_frame_has_the_kind_the_type_and_the_mode_it_was_written_with(
@@ -199,7 +202,7 @@ async def test_a_frame_has_the_kind_the_type_and_the_mode_it_was_written_with(
     async def job(ctx: Context) -> None:
         await ctx.stream.write("a")
         await ctx.stream.write(b"\xff\x00", kind=FrameKind.BLOB, correlation_id="part 1")
-        await ctx.stream.write("c", kind=FrameKind.STDERR, frame_type="warning", mode=live)
+        await ctx.stream.write("c", kind="stderr", frame_type="warning", mode=live)
 
     await start_worker({"job": job})
     run = await submit()

@@ -47,10 +47,11 @@ async def test_a_patch_that_is_no_json_object_is_refused_and_changes_nothing(
     refused: list[tuple[str, str]] = []
     deep: dict[str, Any] = {}
     for _ in range(16):
-        deep = {"a": deep}
+        deep = {"b": 1, "a": deep}
 
     async def job(ctx: Context) -> None:
         wrong: list[Any] = [[1], "text", None, {"a": float("nan")}, {"a": [float("inf")]}, {"a": "\ud800"}, deep]
+        wrong += [{1: "a", "1": "b"}, {"a": [{"b": {2.5: 1}}]}]
         wrong += [{"a": object()}, {"a": "x" * LONGEST}]
         for patch in wrong:
             refused.append(await refusal(ctx.summary.patch(patch)))
@@ -60,8 +61,13 @@ async def test_a_patch_that_is_no_json_object_is_refused_and_changes_nothing(
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
     assert await engine.read_summary(run, 0) is None
     assert await texts(engine, run) == []
-    assert [code for code, _ in refused] == ["invalid_input"] * 8 + ["retention_limit_exceeded"]
+    assert [code for code, _ in refused] == ["invalid_input"] * 10 + ["retention_limit_exceeded"]
     assert refused[0][1] == "patch: expected a dict, such as {'done': 3}, got [1]"
     assert refused[3][1] == (
         "patch: {'a': nan} cannot be stored as JSON: JSON has neither NaN nor infinity; pass None or a string instead"
     )
+    assert refused[6][1] == (
+        "patch_depth_exceeded: a patch may be nested at most 16 levels deep, and " + "['a']" * 16 + " is deeper"
+    )
+    assert refused[7][1] == "patch: keys must be text, got 1; write '1'"
+    assert refused[8][1] == "patch: keys must be text, got 2.5; write '2.5'"

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
 
@@ -91,18 +92,36 @@ def _not_json(why: str) -> EngineError:
     return error("invalid_input", f"patch payload is not valid JSON: {why}")
 
 
-def _too_deep() -> EngineError:
-    return error("invalid_input", f"patch_depth_exceeded: a patch may be nested at most {MAX_PATCH_DEPTH} levels deep")
+def _too_deep(where: str = "") -> EngineError:
+    return error(
+        "invalid_input", f"patch_depth_exceeded: a patch may be nested at most {MAX_PATCH_DEPTH} levels deep{where}"
+    )
 
 
 def _check_depth(patch: dict[str, Any]) -> None:
     level: list[Any] = [patch]
     for _ in range(MAX_PATCH_DEPTH):
-        inside = (part for each in level for part in (each.values() if isinstance(each, dict) else each))
+        inside = (part for each in level for _, part in _parts(each))
         level = [part for part in inside if isinstance(part, dict | list)]
         if not level:
             return
-    raise _too_deep()
+    raise _too_deep(f", and {shorten(_deep_path(patch, MAX_PATCH_DEPTH) or '')} is deeper")
+
+
+def _parts(value: Any) -> Iterable[tuple[object, Any]]:
+    return value.items() if isinstance(value, dict) else enumerate(value)
+
+
+def _deep_path(value: Any, depth: int) -> str | None:
+    """Return the path to the first object or array so many levels below a value, such as `['steps'][0]`."""
+    if not isinstance(value, dict | list):
+        return None
+    if not depth:
+        return ""
+    for key, part in _parts(value):
+        if (rest := _deep_path(part, depth - 1)) is not None:
+            return f"[{key!r}]{rest}"
+    return None
 
 
 def _without_sentinel(value: Any) -> Any:

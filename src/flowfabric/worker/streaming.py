@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -131,7 +131,7 @@ class FrameQueue:
         self._progressed = asyncio.Event()
         """Set when frames are stored or refused, and then replaced by a new one."""
         self._unreported: list[EngineError] = []
-        """The refusals of frames that nobody waits for, until a write or a flush raises the first."""
+        """The refusals not yet raised to the handler, of frames that nobody waits for."""
         self._refusal: EngineError | None = None
         """Why no more frames are accepted."""
         self._hold = _LoopHold()
@@ -279,7 +279,7 @@ class FrameWriter:
         self,
         data: str | bytes | bytearray | memoryview,
         *,
-        kind: FrameKind = FrameKind.STDOUT,
+        kind: FrameKind | str = FrameKind.STDOUT,
         frame_type: str = "",
         correlation_id: str | None = None,
         mode: StreamMode | None = None,
@@ -288,13 +288,17 @@ class FrameWriter:
         """Append a frame of at most 64 KiB to the stream, where `run.stream()` reads it.
 
         The frame is queued and stored in the background together with its neighbours, so that a token does not cost a
-        transaction. The call waits only while 1000 frames or 1 MiB are not stored yet. With `flush`, and if the
-        stream policy is `durable`, it waits until the frame is stored. Raises the error of an earlier frame that was
-        refused, such as `stale_owner_cannot_append` after the lease was lost.
+        transaction. The call waits while 1000 frames or 1 MiB are not stored yet, and if the handler has kept the event
+        loop since its last write, until the store has had as much time. With `flush`, and if the stream policy is
+        `durable`, it waits until the frame is stored. Raises the error of an earlier frame that was refused, such as
+        `stale_owner_cannot_append` after the lease was lost; the frame of a write that raises is not stored.
         """
+        if not isinstance(flush, bool):
+            raise error("invalid_input", f"flush: must be True or False, got {shown(flush)}")
         frame = Frame(
             bytes=_bytes_of(data),
-            kind=kind,
+            # A frame accepts the word of a kind, and refuses any other.
+            kind=cast(FrameKind, kind),
             frame_type=frame_type,
             correlation_id=correlation_id,
             mode=Durable() if mode is None else mode,
@@ -368,6 +372,24 @@ def _json_of(patch: object) -> bytes:
     if not isinstance(patch, Mapping):
         raise error("invalid_input", f"patch: expected a dict, such as {{'done': 3}}, got {shown(patch)}")
     try:
-        return encode_untyped(dict(patch))
+        payload = encode_untyped(dict(patch))
     except Exception as refused:
         raise error("invalid_input", f"patch: {shown(patch)} cannot be stored as JSON: {reason(refused)}") from None
+    _check_keys(patch)
+    return payload
+
+
+def _check_keys(patch: Mapping[Any, object]) -> None:
+    """Refuse keys that are not text: in JSON, 1 and "1" are the same key."""
+    parts: list[object] = [patch]
+    while parts:
+        match parts.pop():
+            case Mapping() as mapping:
+                for key in mapping:
+                    if not isinstance(key, str):
+                        raise error("invalid_input", f"patch: keys must be text, got {shown(key)}; write {str(key)!r}")
+                parts += mapping.values()
+            case list() | tuple() as items:
+                parts += items
+            case _:
+                pass
