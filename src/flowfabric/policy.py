@@ -1,6 +1,7 @@
 """Execution policies: retries, timeouts and routing, as `create_execution` takes them."""
 
 from flowfabric.model.policy import (
+    DurabilityMode,
     ExecutionPolicy,
     ExponentialBackoff,
     FixedBackoff,
@@ -12,6 +13,7 @@ from flowfabric.model.policy import (
 )
 
 __all__ = [
+    "DurabilityMode",
     "ExecutionPolicy",
     "ExponentialBackoff",
     "FixedBackoff",

@@ -7,6 +7,7 @@ from typing import Any
 from fixtures import Rows
 from flowfabric import Fabric, FixedBackoff, PublicState
 from flowfabric.model.errors import InvalidInputError
+from flowfabric.policy import DurabilityMode, StreamPolicy
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"capabilities": "gpu"}, "invalid_input: capabilities: [^,]*, got 'gpu'"),
@@ -33,6 +34,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tags": {"a": 1}}, "invalid_tag_key: tag key 'a'"),
     ({"tags": {"app.a": 1}}, "invalid_input: tags.app.a: must be text, got 1"),
     ({"tags": [("app.a", "b")]}, "invalid_input: tags: must be a mapping of text to text, e.g. .*, got "),
+    (
+        {"stream": {"retention_maxlen": 5}},
+        r"invalid_input: stream: must be StreamPolicy\(...\), got {'retention_maxlen",
+    ),
     ({"name": 5}, "invalid_input: name: must be text"),
 ]
 
@@ -59,7 +64,12 @@ async def test_options_become_a_policy(url: str, rows: Rows) -> None:
     fabric = Fabric(url)
 
     @fabric.task(
-        retries=4, backoff=FixedBackoff(delay_ms=7), timeout=1.5, deadline=timedelta(minutes=1), capabilities=["gpu"]
+        retries=4,
+        backoff=FixedBackoff(delay_ms=7),
+        timeout=1.5,
+        deadline=timedelta(minutes=1),
+        capabilities=["gpu"],
+        stream=StreamPolicy(durability_mode=DurabilityMode.DURABLE, retention_maxlen=50),
     )
     async def job() -> None: ...
 
@@ -75,10 +85,13 @@ async def test_options_become_a_policy(url: str, rows: Rows) -> None:
             for task in (offering, offering.options(priority=1)):
                 policy = (await stored(await task.submit()))["policy"]
                 assert (kind, '"required_capabilities": ["cpu", "gpu"]' in policy) == (kind, True)
+        plain = job.options(stream=StreamPolicy())
+        assert '"stream_policy"' not in (await stored(await plain.submit()))["policy"]
     assert row["payload_encoding"] == "json"
     for part in ('"max_retries": 4', '"delay_ms": 7', '"attempt_timeout_ms": 1500', '"execution_deadline_ms": 60000'):
         assert part in row["policy"]
     assert '"required_capabilities": ["gpu"]' in row["policy"]
+    assert '"durability_mode": "durable", "retention_maxlen": 50' in row["policy"]
 
 
 def test_a_task_with_a_wrong_option_is_not_declared() -> None:

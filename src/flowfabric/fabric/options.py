@@ -11,6 +11,7 @@ from flowfabric.model.policy import (
     FixedBackoff,
     RetryPolicy,
     RoutingRequirements,
+    StreamPolicy,
     TimeoutPolicy,
 )
 from flowfabric.model.policy_checks import INT32
@@ -24,6 +25,7 @@ def policy_of(
     timeout: object,
     deadline: object,
     capabilities: Iterable[str] | None,
+    stream: object,
 ) -> ExecutionPolicy | None:
     """Return the policy for these options, or None if none of them is given."""
     max_retries = 0 if retries is None else _checked_retries(retries)
@@ -40,6 +42,7 @@ def policy_of(
             execution_deadline_ms=None if deadline is None else milliseconds(deadline, "deadline"),
         ),
         routing_requirements=RoutingRequirements(required_capabilities=required) if required else None,
+        stream_policy=_stream_policy_of(stream),
     )
     return None if policy == ExecutionPolicy() else policy
 
@@ -58,3 +61,10 @@ def _backoff_of(backoff: object) -> Backoff:
             return backoff
         case _:
             return FixedBackoff(delay_ms=milliseconds(backoff, "backoff"))
+
+
+def _stream_policy_of(stream: object) -> StreamPolicy | None:
+    if not isinstance(stream, StreamPolicy | None):
+        raise error("invalid_input", f"stream: must be StreamPolicy(...), got {shown(stream)}")
+    # The default policy is not stored, so that a task that names it has the same policy as one that does not.
+    return None if stream == StreamPolicy() else stream

@@ -14,7 +14,7 @@ from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import ConflictError, Detail, EngineError, error
 from flowfabric.model.execution import Created, Duplicate, NewExecution
 from flowfabric.model.ids import check_lane_id, parse_execution_id
-from flowfabric.model.policy import Backoff
+from flowfabric.model.policy import Backoff, StreamPolicy
 from flowfabric.model.tag import check_tags
 from flowfabric.model.text import MAX_BATCH, MAX_KEY_BYTES, check_items, check_options, check_text, shorten, shown
 from flowfabric.worker.context import Context
@@ -58,6 +58,8 @@ class SubmitOptions(TypedDict, total=False):
     The key is scoped to the task, the lane and the namespace. With a key, the arguments are stored in a canonical
     form: with the defaults of parameters, and with sets and dicts sorted.
     """
+    stream: StreamPolicy
+    """How many frames of its stream are kept, and whether every write waits until its frame is stored."""
     tags: Mapping[str, str]
     """Labels with namespaced keys, such as `{"app.customer": "42"}`."""
 
@@ -136,7 +138,7 @@ class Call(Generic[Value]):
 def _key_conflict(detail: Detail, task: str, key: str) -> ConflictError:
     """Return the error of a key that belongs to a run with other arguments or options."""
     found = detail if isinstance(detail, Mapping) else {}
-    words = {"payload": "arguments", "policy": "options (retries, backoff, timeout, deadline or capabilities)"}
+    words = {"payload": "arguments", "policy": "options (retries, backoff, timeout, deadline, capabilities or stream)"}
     differs = " and ".join(words.get(part, part) for part in str(found.get("differs", "")).split(" and "))
     return ConflictError(
         "idempotency_conflict",
@@ -166,6 +168,7 @@ class Task(Generic[Called, Params, Returned]):
             timeout=options.get("timeout"),
             deadline=options.get("deadline"),
             capabilities=options.get("capabilities"),
+            stream=options.get("stream"),
         )
         self._tags = check_tags(options.get("tags")) or None
         delay = options.get("delay")
@@ -201,6 +204,7 @@ class Task(Generic[Called, Params, Returned]):
         delay: how long to wait before the run may be claimed
         capabilities: what a worker must offer to run it
         idempotency_key: submit once, a repeat with the same key returns the first run
+        stream: how many frames of its stream are kept, and whether every write waits until its frame is stored
         tags: labels with namespaced keys
         """
         given = _checked(options, SubmitOptions)
