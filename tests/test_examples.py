@@ -50,6 +50,10 @@ PRINTED = {
         "after it:              is the answer? The answer is forty-two. ",
         "10 tokens, none lost, none twice: 10",
     ],
+    "sse.py": [
+        r"before the disconnect: ['# Report\n', 'one\n\ntwo\n']",
+        "after it:              ['three', ' and four']",
+    ],
     "build_log.py": [
         "attempt 1 stdout: checkout 4f2a",
         "attempt 1 stdout: test 4f2a",
