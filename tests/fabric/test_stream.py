@@ -15,6 +15,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.engine.stream.tail import Tails
 from flowfabric.errors import EngineError, NotFoundError
 from flowfabric.fabric import follow
+from flowfabric.policy import StreamPolicy
 from flowfabric.streams import FrameKind, RunFrame, RunFrames
 
 UNKNOWN = "{fp:0}:00000000-0000-7000-8000-000000000000"
@@ -107,13 +108,13 @@ async def two_attempts(fabric: Fabric) -> Run[None]:
     return run
 
 
-async def test_the_frames_of_all_attempts_follow_each_other_and_can_be_resumed_behind_each(url: str) -> None:
+async def test_the_frames_of_all_attempts_follow_each_other_and_can_be_resumed_after_each(url: str) -> None:
     fabric = Fabric(url)
     async with fabric:
         run = await two_attempts(fabric)
         frames = await read(run.stream())
         assert texts(frames) == ["1 a", "1 b", "2 a", "2 b"]
-        assert [frame.attempt for frame in frames] == [1, 1, 2, 2]
+        assert [(frame.attempt, frame.number) for frame in frames] == [(1, 1), (1, 2), (2, 1), (2, 2)]
         assert [frame.id.partition(":")[0] for frame in frames] == ["0", "0", "1", "1"]
         for nth, frame in enumerate(frames):
             for follows in (True, False):
@@ -190,7 +191,11 @@ async def test_a_wrong_argument_of_stream_is_refused_at_the_call(url: str) -> No
     fabric = Fabric(url)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"after": ""}, "after: must be the id of a frame of run.stream(), got ''"),
-        ({"after": "1-2"}, "after: must be the id of a frame of run.stream(), got '1-2'"),
+        (
+            {"after": "1795000000000-0"},
+            "after: must be the id of a frame of run.stream(), which begins with its attempt, such as "
+            "'0:1795000000000-0', got '1795000000000-0'",
+        ),
         ({"after": "0:1"}, "after: must be the id of a frame of run.stream(), got '0:1'"),
         ({"after": "-1:1-2"}, "after: must be the id of a frame of run.stream(), got '-1:1-2'"),
         ({"after": "0:1-2\n"}, "after: must be the id of a frame of run.stream(), got '0:1-2\\n'"),
@@ -210,7 +215,7 @@ async def test_a_wrong_argument_of_stream_is_refused_at_the_call(url: str) -> No
             assert (refused.value.code, refused.value.detail) == ("invalid_input", text)
 
 
-async def test_without_follow_a_reader_ends_behind_the_last_stored_frame(url: str, monkeypatch: Any) -> None:
+async def test_without_follow_a_reader_ends_after_the_last_stored_frame(url: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(follow, "MAX_COUNT", 10)
     fabric, goes_on = Fabric(url), asyncio.Event()
 
@@ -250,6 +255,30 @@ async def test_a_slow_reader_misses_nothing_and_holds_one_page(url: str) -> None
     assert most < follow.MAX_COUNT
 
 
+async def test_a_reader_that_is_too_slow_sees_by_the_numbers_that_it_missed_frames(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task(stream=StreamPolicy(retention_maxlen=10))
+    async def write(ctx: Context) -> None:
+        await ctx.stream.write("0", flush=True)
+        await is_read.wait()
+        for number in range(1, 100):
+            await ctx.stream.write(str(number))
+
+    is_read = asyncio.Event()
+    async with fabric, fabric.worker():
+        run = await write.submit()
+        frames = run.stream()
+        found = await read(frames, 1)
+        is_read.set()
+        await run.result(timeout=60)
+        found += await read(frames)
+    assert [(frame.text, frame.number) for frame in found] == [
+        ("0", 1),
+        *((str(number), number + 1) for number in range(90, 100)),
+    ]
+
+
 async def test_many_readers_on_a_small_pool_get_everything_and_leave_room_for_others(url: str) -> None:
     fabric, goes_on = Fabric(settings=Settings(database_url=url, database_pool_size=2)), asyncio.Event()
 
@@ -276,23 +305,29 @@ async def test_many_readers_on_a_small_pool_get_everything_and_leave_room_for_ot
 
 
 async def test_a_reader_that_is_cancelled_while_it_waits_loses_nothing(url: str) -> None:
-    fabric = Fabric(url)
+    fabric, may_write = Fabric(url), asyncio.Semaphore(0)
 
     @fabric.task
     async def write(ctx: Context) -> None:
         for number in range(50):
+            await may_write.acquire()
             await ctx.stream.write(str(number))
-            await asyncio.sleep(0.002)
 
-    async with fabric, fabric.worker():
+    async with fabric, fabric.worker(), asyncio.timeout(60):
         run = await write.submit()
         frames, found = run.stream(), list[str]()
         for nth in itertools.count():
+            may_write.release()
+            reading = asyncio.create_task(frames.__anext__())
+            # From too few turns of the event loop for an answer to enough on any machine.
+            for _ in range(2 ** (nth % 16)):
+                if reading.done():
+                    break
+                await asyncio.sleep(0)
+            reading.cancel()
             try:
-                # From too short for an answer to long enough on any machine.
-                async with asyncio.timeout(0.001 * 2 ** (nth % 14)):
-                    found.append((await anext(frames)).text)
-            except TimeoutError:
+                found.append((await reading).text)
+            except asyncio.CancelledError:
                 pass
             except StopAsyncIteration:
                 break
@@ -326,9 +361,7 @@ async def test_a_reader_that_disconnects_again_and_again_gets_every_frame_once(u
     @fabric.task(retries=1, backoff=0.001)
     async def write(ctx: Context) -> None:
         for number in range(100):
-            await ctx.stream.write(f"{ctx.attempt}:{number}")
-            if number % 10 == 0:
-                await asyncio.sleep(0.001)
+            await ctx.stream.write(f"{ctx.attempt}:{number}", flush=number % 10 == 0)
         if ctx.attempt == 1:
             raise ValueError("no luck")
 
@@ -400,7 +433,7 @@ async def test_a_reader_ends_with_an_error_when_its_fabric_closes(url: str, even
         await eventually(lambda: parts_of(fabric.engine).tails._operations == 1)
     with pytest.raises(EngineError) as refused:
         await reading
-    assert refused.value.code == "unavailable"
+    assert (refused.value.code, refused.value.detail) == ("unavailable", "run.stream(): the engine is closing")
 
 
 async def test_a_reader_whose_run_no_worker_can_run_is_warned(

@@ -240,6 +240,7 @@ def stored(**changed: Any) -> dict[str, Any]:
     return {
         "ms": 1000,
         "seq": 2,
+        "frame_no": 7,
         "at": 990,
         "mode": "durable",
         "frame_type": "token",
@@ -253,7 +254,7 @@ def stored(**changed: Any) -> dict[str, Any]:
 
 def test_the_fields_of_a_frame_are_text_with_sorted_names() -> None:
     frame = StreamFrame.of(stored())
-    assert (frame.id, frame.position) == ("1000-2", FrameId(1000, 2))
+    assert (frame.id, frame.position, frame.number) == ("1000-2", FrameId(1000, 2), 7)
     assert list(frame.fields.items()) == [
         ("encoding", "utf8"),
         ("frame_type", "token"),
@@ -272,7 +273,7 @@ def test_the_fields_of_a_frame_are_text_with_sorted_names() -> None:
 
 def test_a_frame_without_a_mode_reads_as_durable() -> None:
     fields = {"payload": "hi", "frame_type": "event", "ts": "1"}
-    frame = StreamFrame(id="1-0", fields=fields)
+    frame = StreamFrame(id="1-0", number=1, fields=fields)
     assert (frame.mode, frame.payload, frame.text) == (FrameMode.DURABLE, b"hi", "hi")
 
 

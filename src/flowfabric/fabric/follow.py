@@ -3,15 +3,15 @@
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Protocol, Self
+from typing import Self
 
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.stream.tail import FollowedFrames
-from flowfabric.model.errors import EngineError, NotFoundError, error
+from flowfabric.model.errors import EngineError, NotFoundError, UnavailableError, error
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.policy_checks import INT32
 from flowfabric.model.stream import FIRST, LAST, FrameId, FrameMode, StreamFrame
@@ -26,6 +26,8 @@ RETRY_SECONDS = (0.1, 2.0)
 """The first and the longest pause before a read that failed is repeated."""
 
 _ID = re.compile(r"([0-9]{1,10}):([0-9]{1,19})-([0-9]{1,10})")
+_ID_OF_ATTEMPT = re.compile(r"[0-9]{1,19}-[0-9]{1,10}")
+"""An id of `engine.read_stream`, which reads one attempt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +35,11 @@ class RunFrame:
     """A frame that the handler of a run has written."""
 
     id: str
-    """The place of the frame among all frames of the run; `run.stream(after=frame.id)` continues behind it."""
+    """The place of the frame among all frames of the run; `run.stream(after=frame.id)` continues after it."""
     attempt: int
     """The number of the attempt that wrote it, from 1."""
+    number: int
+    """The number of the frame in its attempt, from 1; a jump shows frames that are no longer kept."""
     payload: bytes = field(repr=False)
     """The bytes that were written; text is in UTF-8."""
     frame_type: str
@@ -55,27 +59,6 @@ class RunFrame:
         return self.payload.decode(errors="replace")
 
 
-class HasEngine(Protocol):
-    """A fabric."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-
-class FollowedRun(Protocol):
-    """What the frames need from their run."""
-
-    @property
-    def id(self) -> ExecutionId: ...
-
-    @property
-    def _fabric(self) -> HasEngine: ...
-
-    async def _warn_if_unserved(self) -> None: ...
-
-    def _not_found(self) -> EngineError: ...
-
-
 class RunFrames(AsyncIterator[RunFrame]):
     """The frames of a run, for `async for`: first those that are stored, then new ones as they are written.
 
@@ -83,19 +66,32 @@ class RunFrames(AsyncIterator[RunFrame]):
     running or connected between two frames.
     """
 
-    def __init__(self, run: FollowedRun, *, after: str | None, attempt: int | None, follow: bool) -> None:
+    def __init__(
+        self,
+        execution_id: ExecutionId,
+        *,
+        after: str | None,
+        attempt: int | None,
+        follow: bool,
+        engine: Callable[[], Engine],
+        not_found: Callable[[], EngineError],
+        warn_if_unserved: Callable[[], Awaitable[None]],
+    ) -> None:
         if attempt is not None:
             check_range(attempt, "attempt", 1, INT32)
         if not isinstance(follow, bool):
             raise error("invalid_input", f"follow: must be True or False, got {shown(follow)}")
-        self._run = run
+        self._execution_id = execution_id
+        self._engine = engine
+        self._not_found = not_found
+        self._warn_if_unserved = warn_if_unserved
         self._first, self._last = (0, INT32) if attempt is None else (attempt - 1, attempt - 1)
         """The indexes of the first and the last attempt to read."""
         self._position = (self._first, FIRST) if after is None else self._parse(after)
         """The attempt and the id of the frame that was read last."""
         self._follows = follow
-        self._has_waited = False
-        """Whether a wait was in vain."""
+        self._has_timed_out = False
+        """Whether a wait ended without a frame."""
         self._page: deque[RunFrame] = deque()
         self._is_over = False
         self._is_in_use = False
@@ -123,9 +119,9 @@ class RunFrames(AsyncIterator[RunFrame]):
 
     async def _read_page(self) -> None:
         found = await self._read()
-        if self._follows and not found.frames and not found.is_ended and not self._has_waited:
-            self._has_waited = True
-            await self._run._warn_if_unserved()
+        if self._follows and not found.frames and not found.is_ended and not self._has_timed_out:
+            self._has_timed_out = True
+            await self._warn_if_unserved()
         self._page.extend(_frame_of(attempt_index, frame) for attempt_index, frame in found.frames)
         if found.frames:
             attempt_index, frame = found.frames[-1]
@@ -133,12 +129,12 @@ class RunFrames(AsyncIterator[RunFrame]):
         self._is_over = found.is_ended or (not self._follows and len(found.frames) < MAX_COUNT)
 
     async def _read(self) -> FollowedFrames:
-        """Read the next frames, waiting for them; repeat it while the store is at fault."""
-        tails, (attempt_index, after) = parts_of(self._run._fabric.engine).tails, self._position
+        """Read the next frames, waiting for them; repeat it while the store is unavailable."""
+        tails, (attempt_index, after) = parts_of(self._engine()).tails, self._position
         for pause in pauses(*RETRY_SECONDS):
             try:
                 return await tails.follow(
-                    self._run.id,
+                    self._execution_id,
                     attempt_index=attempt_index,
                     after=after,
                     block_ms=WAIT_MS if self._follows else 0,
@@ -146,7 +142,9 @@ class RunFrames(AsyncIterator[RunFrame]):
                     count_limit=MAX_COUNT,
                 )
             except NotFoundError:
-                raise self._run._not_found() from None
+                raise self._not_found() from None
+            except UnavailableError:
+                raise error("unavailable", "run.stream(): the engine is closing") from None
             except EngineError as fault:
                 if not fault.retryable:
                     raise
@@ -154,6 +152,12 @@ class RunFrames(AsyncIterator[RunFrame]):
         raise AssertionError("the pauses never end")
 
     def _parse(self, after: object) -> tuple[int, FrameId]:
+        if isinstance(after, str) and _ID_OF_ATTEMPT.fullmatch(after):
+            raise error(
+                "invalid_input",
+                "after: must be the id of a frame of run.stream(), which begins with its attempt, such as "
+                f"'0:{after}', got {shown(after)}",
+            )
         match = _ID.fullmatch(after) if isinstance(after, str) else None
         attempt_index, ms, seq = map(int, match.groups()) if match else (INT32 + 1, 0, 0)
         if attempt_index > INT32:
@@ -170,6 +174,7 @@ def _frame_of(attempt_index: int, frame: StreamFrame) -> RunFrame:
     return RunFrame(
         id=f"{attempt_index}:{frame.id}",
         attempt=attempt_index + 1,
+        number=frame.number,
         payload=frame.payload,
         frame_type=frame.frame_type,
         mode=frame.mode,

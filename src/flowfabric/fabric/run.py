@@ -372,10 +372,18 @@ class Run(Generic[Value]):
         """Return the frames that the run writes with `ctx.stream`: `async for frame in run.stream(): ...`.
 
         They come in order, over all attempts, and the iterator ends when the run has ended. `after` is the id of the
-        last frame that you have: the iterator continues behind it, in any process. `attempt`, from 1, leaves out the
-        other attempts. Without `follow` it ends behind the last frame that is stored.
+        last frame that you have: the iterator continues after it, in any process. `attempt`, from 1, leaves out the
+        other attempts. Without `follow` it ends after the last frame that is stored.
         """
-        return RunFrames(self, after=after, attempt=attempt, follow=follow)
+        return RunFrames(
+            self.id,
+            after=after,
+            attempt=attempt,
+            follow=follow,
+            engine=lambda: self._fabric.engine,
+            not_found=self._not_found,
+            warn_if_unserved=self._warn_if_unserved,
+        )
 
     async def summary(self) -> dict[str, Any] | None:
         """Read the document that the run publishes with `ctx.summary`; None if it has published none.

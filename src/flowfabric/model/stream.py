@@ -275,9 +275,10 @@ def live_window(config: BestEffortLiveConfig, now_ms: int, rate_hz: float | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamFrame:
-    """A frame as readers get it: its id, and its fields as text with sorted names."""
+    """A frame as readers get it: its id, its number in its attempt from 1, and its fields as text with sorted names."""
 
     id: str
+    number: int
     fields: Mapping[str, str] = field(repr=False)
 
     @classmethod
@@ -301,7 +302,7 @@ class StreamFrame:
         fields["ts"] = str(row["at"])
         if row["ttl_ms"] is not None:
             fields["ttl_ms"] = str(row["ttl_ms"])
-        return cls(id=str(FrameId(row["ms"], row["seq"])), fields=fields)
+        return cls(id=str(FrameId(row["ms"], row["seq"])), number=row["frame_no"], fields=fields)
 
     @property
     def position(self) -> FrameId:

@@ -1,6 +1,6 @@
 -- fragment: frame_columns
 -- What readers get of a frame.
-f.ms, f.seq, f.at, f.mode, f.frame_type, f.payload, f.correlation_id, f.summary_version, f.ttl_ms
+f.ms, f.seq, f.frame_no, f.at, f.mode, f.frame_type, f.payload, f.correlation_id, f.summary_version, f.ttl_ms
 
 -- fragment: is_visible
 -- Whether readers see a frame; those below first_frame_no are deleted later.
