@@ -30,7 +30,7 @@ class Invoices:
             self.cursor = bytes.fromhex(cursor)
 
     def add(self, event: CompletionEvent) -> None:
-        """Store an invoice and the position behind its event in one step; an event that comes again changes nothing."""
+        """Store an invoice and the position after its event in one step; an event that comes again changes nothing."""
         if event.outcome == "success" and event.execution_id not in self.runs:
             self.runs.append(event.execution_id)
         self.cursor = event.cursor

@@ -312,7 +312,8 @@ async def test_a_call_in_another_event_loop_is_refused_and_the_batch_goes_on() -
                 asyncio.run(call)
 
     await asyncio.to_thread(call_elsewhere)
-    assert await asyncio.wait_for(asyncio.gather(put(4), put(5)), 30) == [4, 5]
+    async with asyncio.timeout(30):
+        assert [*await asyncio.gather(put(4), put(5))] == [4, 5]
 
 
 async def test_a_statement_takes_no_more_items_once_their_weights_reach_the_size() -> None:

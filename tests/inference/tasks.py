@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, assert_type
 import pydantic
 
 from flowfabric import Context, Fabric, Run
+from flowfabric.policy import StreamPolicy
 from flowfabric.streams import NULL, Durable, FrameKind, RunFrame
 
 Item = TypeVar("Item")
@@ -114,7 +115,7 @@ async def results() -> None:
     await keep.submit(1)
     assert_type(await (await tick.submit()).result(), int)
     assert_type(await (await alone.submit()).result(), str)
-    assert_type(await (await add.options(priority=5).submit(1)).result(), int)
+    assert_type(await (await add.options(priority=5, stream=StreamPolicy(retention_maxlen=5)).submit(1)).result(), int)
     assert_type(await (await count.options(delay=1).submit(["a"])).result(), dict[str, int])
     assert_type(await add.run("{fp:0}:x").result(), int)
     assert_type(await count.run("{fp:0}:x").result(), dict[str, int])
@@ -145,11 +146,12 @@ async def streams(ctx: Context, run: Run[int]) -> None:
     """Write to a stream and a summary, and read them."""
     await ctx.stream.write("token")
     await ctx.stream.write(b"token", kind=FrameKind.STDERR, mode=Durable(), flush=True)
+    await ctx.stream.write("token", kind="stderr")
     assert_type(await ctx.summary.patch({"done": 3, "of": NULL, "by": None}), int)
     assert_type(ctx.from_thread(ctx.summary.patch({})), int)
     async for frame in run.stream(after="0:1-0", attempt=1):
         assert_type(frame, RunFrame)
-        assert_type((frame.id, frame.attempt, frame.payload, frame.text), tuple[str, int, bytes, str])
+        assert_type((frame.id, frame.attempt, frame.number, frame.payload), tuple[str, int, int, bytes])
     assert_type([frame async for frame in run.stream()], list[RunFrame])
     assert_type(await run.summary(), dict[str, Any] | None)
 
@@ -175,6 +177,7 @@ async def refused(ctx: Context) -> None:
     await add("1")  # type: ignore[arg-type]  # pyright: ignore
     count(words="a")  # type: ignore[arg-type]  # pyright: ignore
     add.options(prio=1)  # type: ignore[call-arg]  # pyright: ignore
+    add.options(stream={"retention_maxlen": 5})  # type: ignore[arg-type]  # pyright: ignore
     add.options(retries="3")  # type: ignore[arg-type]  # pyright: ignore
     fabric.task(retires=1)  # type: ignore[call-overload]  # pyright: ignore
     await ctx.wait_for_signal("n", 5)  # type: ignore[call-overload]  # pyright: ignore
