@@ -111,7 +111,7 @@ async def test_the_listed_defaults_of_a_task_are_what_is_submitted_without_optio
     listed = options_below("Options of a task")
     (lane,) = re.findall(r"`\"(\w+)\"`", listed["lane"].default)
     defaults = {name: row.value for name, row in listed.items() if row.value is not None}
-    assert set(defaults) == {"priority", "retries", "backoff"}
+    assert set(defaults) == {"priority", "retries", "backoff", "stream"}
     assert {name for name, row in listed.items() if row.default == "none"} == set(listed) - {*defaults, "lane", "name"}
     fabric = Fabric(url)
 
