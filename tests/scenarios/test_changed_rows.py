@@ -140,12 +140,12 @@ async def test_an_execution_that_is_tagged_during_a_trim_is_deleted_by_the_next_
     tagged, _ = await given.completed(), await given.completed()
     await clock.advance(seconds=DAY + 1)
 
-    async with gate.closed(parts_of(engine).retention.trim()) as trim:
+    async with gate.closed(parts_of(engine).retention.trim_batch()) as trim:
         await engine.set_execution_tag(tagged, "app.team", "a")
 
-    assert await trim == 1
+    assert (await trim).done == 1
     assert [str(row["execution_id"]) for row in await rows.of("execution")] == [uuid_of(tagged)]
     assert await engine.find_inconsistencies() == []
-    assert await parts_of(engine).retention.trim() == 1
+    assert (await parts_of(engine).retention.trim_batch()).done == 1
     for table in ("execution", "execution_tag", "retained"):
         assert await rows.of(table) == []
