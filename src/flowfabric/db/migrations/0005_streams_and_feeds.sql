@@ -37,7 +37,7 @@ create table stream (
   closed_reason       text,
   -- When all frames are hidden.
   expires_at          bigint,
-  -- When the stream is looked at for frames and rows to delete. It is not raised with every append, because it is indexed.
+  -- When the stream is swept for frames and rows to delete. It is not raised with every append, because it is indexed.
   sweep_at            bigint   not null,
   constraint stream_pkey primary key (partition_key, execution_id, attempt_index),
   constraint stream_closed_has_reason check ((closed_at is null) = (closed_reason is null))
