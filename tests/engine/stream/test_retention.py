@@ -266,8 +266,7 @@ async def test_streams_of_executions_that_the_previous_version_deleted_are_delet
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(expire, "FRAME_LIMIT", 4)
-    for _ in range(2):
-        await ended(engine, given, 5)
+    deleted = [await ended(engine, given, 5) for _ in range(2)]
     running = await given.claimed(lease_ttl_ms=10 * DAY_MS)
     await patch(engine, running, "{}")
     await clock.advance(ms=DAY_MS)
@@ -276,6 +275,10 @@ async def test_streams_of_executions_that_the_previous_version_deleted_are_delet
     assert not await has_due_streams(engine)
     await clock.advance(ms=DAY_MS // 24)
     assert await has_due_streams(engine)
+    assert await engine.find_inconsistencies() == []
+    await clock.advance(ms=DAY_MS // 24)
+    found = {(one.execution_id, one.problem) for one in await engine.find_inconsistencies()}
+    assert found == {(handle.execution_id, "stream: its execution does not exist") for handle in deleted}
     await stream_expiry(engine).catch_up()
     # A stream of an execution that exists stays as it is.
     assert await counts(rows) == [1, 1, 1]

@@ -322,8 +322,10 @@ union all
 (select distinct x.partition_key, x.execution_id, 'signal: its execution does not exist' from signal x
   where not exists (select from execution e where e.partition_key = x.partition_key and e.execution_id = x.execution_id) limit :limit)
 union all
+-- A version without streams leaves them to the sweep.
 (select distinct s.partition_key, s.execution_id, 'stream: its execution does not exist' from stream s
-  where not exists (select from execution e where e.partition_key = s.partition_key and e.execution_id = s.execution_id) limit :limit)
+  where s.sweep_at <= (select ff_now()) - :overdue_ms::bigint
+    and not exists (select from execution e where e.partition_key = s.partition_key and e.execution_id = s.execution_id) limit :limit)
 union all
 -- One index lookup for each stream: a stream may have many frames.
 (with recursive k as (
