@@ -7,7 +7,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from engine.stream.writing import STREAM_TABLES, append, live, patch, payloads, stored, stored_frames
+from engine.stream.writing import STREAM_TABLES, append, live, patch, payloads, read, stored, stored_frames
 from engine.waits import rewriting
 from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
@@ -16,6 +16,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.engine.stream import expire
 from flowfabric.model import open_stream
 from flowfabric.model.handle import Handle
+from flowfabric.model.stream import StreamFrames
 from flowfabric.reconcile.due import read_due
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.reconcile.sweeps import SWEEPS
@@ -272,6 +273,9 @@ async def test_streams_of_executions_that_the_previous_version_deleted_are_delet
     await clock.advance(ms=DAY_MS)
     await trim_as_the_previous_version(engine, connection)
     assert await counts(rows) == [3, 13, 3]
+    for handle in deleted:
+        assert await read(engine, handle) == StreamFrames(frames=[])
+        assert await engine.read_summary(handle.execution_id, 0) is None
     assert not await has_due_streams(engine)
     await clock.advance(ms=DAY_MS // 24)
     assert await has_due_streams(engine)

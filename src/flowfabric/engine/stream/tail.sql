@@ -9,7 +9,8 @@ and not (:excludes_best_effort and f.mode = 'best_effort')
 
 -- name: list_frames
 -- The visible frames between two positions, each with when and why the stream was closed; one row without a frame if there is
--- none, and no row if the attempt has no stream. The caller orders them: a sort here would copy the payloads.
+-- none, and no row if the attempt has no stream or its execution is deleted. The caller orders them: a sort here would copy the
+-- payloads.
 with clock as materialized (select ff_now() as now)
 select coalesce(s.closed_at, e.ended_at, a.ended_at) as closed_at,
        case when a.is_reclaimed then 'reclaimed'
@@ -41,7 +42,8 @@ select coalesce(s.closed_at, e.ended_at, a.ended_at) as closed_at,
           and
           -- include: is_visible
         order by f.ms, f.seq limit :count_limit) f on true
- where s.partition_key = :partition_key and s.execution_id = :execution_id and s.attempt_index = :attempt_index;
+ where s.partition_key = :partition_key and s.execution_id = :execution_id and s.attempt_index = :attempt_index
+   and exists (select from execution x where x.partition_key = :partition_key and x.execution_id = :execution_id);
 
 -- name: list_followed_frames
 -- The visible frames after a position, of all attempts up to the last one asked for, each with whether more frames can follow
@@ -82,7 +84,8 @@ select s.document, s.version, s.patch_kind, s.last_updated_ms, s.first_applied_m
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_summary
--- The summary of one attempt.
-select document, version, patch_kind, last_updated_ms, first_applied_ms
-  from stream_summary
- where partition_key = :partition_key and execution_id = :execution_id and attempt_index = :attempt_index;
+-- The summary of one attempt, unless its execution is deleted.
+select s.document, s.version, s.patch_kind, s.last_updated_ms, s.first_applied_ms
+  from stream_summary s
+ where s.partition_key = :partition_key and s.execution_id = :execution_id and s.attempt_index = :attempt_index
+   and exists (select from execution e where e.partition_key = :partition_key and e.execution_id = :execution_id);
