@@ -63,7 +63,7 @@ class Retention:
             return trimmed
 
         trimmed = await self.quarantine.sweep_by_halves(batch, list_due, trim_items, limit=limit)
-        # Without progress the rest waits for the next pass: its frames are deleted by another sweep, or its rows are locked.
+        # Without progress the rest waits for the next pass: its frames are deleted before, or its rows are locked.
         return SweepResult(trimmed, is_full=trimmed >= limit or (has_more and trimmed > 0))
 
     async def purge_keys(self) -> int:
