@@ -92,10 +92,12 @@ class Streams:
     async def append_numbered(
         self, handle: Handle, frames: Sequence[Frame], *, first_number: int
     ) -> Sequence[AppendFrameOutcome | EngineError]:
-        """Append frames in one transaction; repeating the call with the same numbers stores nothing twice.
+        """Append frames up to the first refused one; repeating the call with the same numbers stores nothing twice.
 
-        The worker numbers the frames that it appends under its lease, from 1 on. It repeats a call whose outcome is
-        unknown before it makes the next one. The answer to the repeat of a stored frame has the id of the newest frame.
+        The answers are those of the frames tried: the frames behind a refused one are not, so a refusal is always the
+        last answer. The worker numbers the frames that it appends under its lease, from 1 on. It repeats a call whose
+        outcome is unknown before it makes the next one. The answer to the repeat of a stored frame has the id of the
+        newest frame.
         """
         batch = FrameBatch(Writer.of(handle), frames, first_number=first_number)
         try:
@@ -128,9 +130,14 @@ class Streams:
                 answer = await self._append_one(batch, Held.EXECUTION)
         except EngineError as fault:
             if len(batch.frames) == 1 or fault.retryable or fault.code == "execution_not_found":
-                return [fault.copy() for _ in batch.frames]
+                return [fault.copy() for _ in batch.tried]
             # A frame that the store rejects must not fail the others.
-            return [(await self._append_alone(one))[0] for one in batch.split()]
+            answers: Appended = []
+            for one in batch.split():
+                answers += await self._append_alone(one)
+                if batch.is_numbered and isinstance(answers[-1], EngineError):
+                    break
+            return answers
         assert not isinstance(answer, Locked), "the rows are locked"
         return answer
 
@@ -169,7 +176,7 @@ class Streams:
         absent: list[int] = []
         for at, (batch, row) in enumerate(zip(batches, rows, strict=True)):
             if row["verdict"] == "ok" and not row["is_locked"] and not row["is_present"]:
-                if any(_is_valid(frame) for frame in batch.frames):
+                if any(_is_valid(frame) for frame in batch.tried):
                     absent.append(at)
                 else:
                     # Not created: nothing will be appended.
@@ -218,7 +225,7 @@ async def _append(
         elif isinstance(target, Locked):
             answers.append(target)
         else:
-            answers.append([target() for _ in batch.frames])
+            answers.append([target() for _ in batch.tried])
     if grown := [(batch, stream) for batch, stream in locked if stream.has_grown]:
         await transaction.fetch(SQL.insert_frames, now=grown[0][1].now, **write_columns(grown))
     return answers
@@ -230,13 +237,13 @@ def _append_batch(stream: OpenStream, batch: FrameBatch) -> Appended:
         return [_try(stream.append, frame) for frame in frames]
     epoch = batch.writer.lease_epoch
     stored = stream.count_stored(epoch, first, len(frames))
-    return [
-        *stream.answers_again(frames[:stored]),
-        *(
-            _try(partial(stream.append_numbered, epoch=epoch, number=first + nth), frames[nth])
-            for nth in range(stored, len(frames))
-        ),
-    ]
+    answers: Appended = [*stream.answers_again(frames[:stored])]
+    for nth in range(stored, len(frames)):
+        answers.append(_try(partial(stream.append_numbered, epoch=epoch, number=first + nth), frames[nth]))
+        if isinstance(answers[-1], EngineError):
+            # If a later frame were stored, a repeat would take this one for stored too.
+            break
+    return answers
 
 
 def _try(append: Callable[[Frame], AppendFrameOutcome], frame: Frame) -> AppendFrameOutcome | EngineError:
