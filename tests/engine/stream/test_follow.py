@@ -10,21 +10,14 @@ from fixtures import Clock, Engines, Eventually, Given
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.parts import parts_of
-from flowfabric.engine.stream.tail import FollowedFrames, Tails
+from flowfabric.engine.stream.tail import FollowedFrames
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.stream import FIRST, FrameId, TailVisibility
 
-from .reading import LIVE, append
+from .writing import append_each, live
 
 RETRY = {"retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 0}}}
 ABSENT = ExecutionId("{fp:0}:11111111-1111-1111-1111-111111111111")
-
-
-@pytest.fixture
-def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable polling: only a notification (a hint) wakes a follower."""
-    monkeypatch.setattr(Tails, "RECHECK_SECONDS", 600.0)
-    monkeypatch.setattr(Tails, "POLL_SECONDS", (600.0, 600.0))
 
 
 async def follow(engine: Engine, execution_id: ExecutionId, **arguments: Any) -> FollowedFrames:
@@ -43,14 +36,14 @@ def texts(found: FollowedFrames) -> list[tuple[int, str]]:
 async def three_attempts(engine: Engine, given: Given, clock: Clock) -> ExecutionId:
     """An execution whose first attempt failed, whose second lost its lease, and whose third has just begun."""
     first = await given.claimed(policy=RETRY)
-    await append(engine, first, "a", "b")
+    await append_each(engine, first, "a", "b")
     await engine.fail(first, reason="x")
     second = (await given.claim()).handle
-    await append(engine, second, "c")
+    await append_each(engine, second, "c")
     await clock.advance(ms=30_001)
     third = (await given.claim()).handle
     assert third.attempt_index == 2
-    await append(engine, third, "d", "e")
+    await append_each(engine, third, "d", "e")
     return first.execution_id
 
 
@@ -69,7 +62,7 @@ async def test_frames_of_all_attempts_follow_one_another(engine: Engine, given: 
 
 async def test_an_execution_has_ended_only_with_its_last_frames(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
-    await append(engine, handle, "a", "b", "c")
+    await append_each(engine, handle, "a", "b", "c")
     await engine.complete(handle, b"")
     found = await follow(engine, handle.execution_id, count_limit=2)
     assert (len(found.frames), found.is_ended) == (2, False)
@@ -84,10 +77,10 @@ async def test_an_execution_has_ended_only_with_its_last_frames(engine: Engine, 
 
 async def test_hidden_frames_are_not_followed(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed(policy={**RETRY, "stream_policy": {"retention_maxlen": 2}})
-    await append(engine, handle, *"abc")
+    await append_each(engine, handle, *"abc")
     await engine.fail(handle, reason="x")
     second = (await given.claim(lease_ttl_ms=600_000)).handle
-    await append(engine, second, "live", mode=LIVE)
+    await append_each(engine, second, "live", mode=live())
     durable = TailVisibility.EXCLUDE_BEST_EFFORT
     assert texts(await follow(engine, handle.execution_id)) == [(0, "b"), (0, "c"), (1, "live")]
     assert texts(await follow(engine, handle.execution_id, visibility=durable)) == [(0, "b"), (0, "c")]
@@ -107,13 +100,13 @@ async def test_a_follower_waits_for_the_next_attempt(
 ) -> None:
     writer = engine if writers == "same process" else await engines()
     handle = await given.claimed(policy=RETRY)
-    (last,) = await append(engine, handle, "a")
+    (last,) = await append_each(engine, handle, "a")
     ms, seq = map(int, last.split("-"))
     following = asyncio.create_task(follow(engine, handle.execution_id, after=FrameId(ms, seq), block_ms=30_000))
     await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     await writer.fail(handle, reason="x")
     second = (await given.claim()).handle
-    await append(writer, second, "b")
+    await append_each(writer, second, "b")
     async with asyncio.timeout(10):
         found = await following
     assert (texts(found), found.latest_attempt_index, found.is_ended) == ([(1, "b")], 1, False)
