@@ -12,7 +12,7 @@ from creates import new
 from engine.ends import TTL_MS, WAYS, Scene
 from engine.grants import issue_reclaim_grant, reclaim
 from engine.state import all_cases, claim, refused, revoke
-from engine.stream.writing import append, live, payloads, read, refused_unwritten, stored
+from engine.stream.writing import append, live, parked, payloads, read, refused_unwritten, stored
 from engine.waits import rewriting, suspend_args
 from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.db import session as sessions
@@ -348,6 +348,31 @@ async def test_closing_wakes_the_tails_of_other_engines(
     assert {each.closed_reason for each in found} == {
         ClosedReason.ATTEMPT_SUCCESS if end == "complete" else ClosedReason.LEASE_EXPIRED
     }
+
+
+@pytest.mark.usefixtures("hints_only", "scans_are_free")
+@pytest.mark.parametrize("path", ["claim", "supervised"])
+async def test_the_reclaim_of_a_revoked_lease_wakes_the_tails_of_other_engines(
+    engines: Engines, given: Given, connection: asyncpg.Connection, eventually: Eventually, path: str
+) -> None:
+    handle = await given.claimed(lease_ttl_ms=600_000, policy={"max_reclaim_count": 1})
+    outcome = await append(given.engine, handle)
+    engine, other = given.engine, await engines()
+    waiting = [
+        asyncio.create_task(each.tail_stream(handle.execution_id, 0, after=outcome.stream_id, block_ms=30_000))
+        for each in (engine, other)
+    ]
+    for each in (engine, other):
+        await parked(each, 1, eventually)
+    await revoke(connection, handle.execution_id)
+    if path == "supervised":
+        await issue_reclaim_grant(engine, handle.execution_id)
+        assert isinstance(await reclaim(engine, handle.execution_id), ClaimedExecution)
+    else:
+        assert len(await claim(engine)) == 1
+    async with asyncio.timeout(10):
+        found = await asyncio.gather(*waiting)
+    assert [each.closed_reason for each in found] == [ClosedReason.RECLAIMED] * 2
 
 
 async def test_a_locked_stream_delays_only_the_end_of_its_own_execution(
