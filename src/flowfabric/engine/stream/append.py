@@ -163,8 +163,7 @@ class Streams:
     ) -> list[OpenStream | Refusal | Locked]:
         """Lock the streams of batches; return each as it is stored, or why nothing may be appended to it.
 
-        LOCKED stands for a stream or an execution that another session has locked, and for a writer that may have lost
-        its lease, which only the locks that `held` does not name would decide.
+        LOCKED means that the batch needs a lock that `held` does not name.
         """
         rows = await transaction.fetch(SQL.lock_streams, **target_columns(batches))
         if held is Held.EXECUTION and rows[0]["verdict"] == "lease_expired":
@@ -281,7 +280,8 @@ def _judge(batch: FrameBatch, row: Record, held: Held) -> OpenStream | Refusal |
     is_closed = row["closed_reason"] is not None
     if is_closed or row["released_epoch"] >= batch.writer.lease_epoch:
         # The stream was locked after the execution was read, and the lease ended in between. A statement that begins
-        # with the lock sees the execution of that end, so it refuses here only a stream that was closed by hand.
+        # with the lock sees the execution of that end, so it refuses here only a stream that was closed without ending
+        # the lease.
         return LOCKED if held is Held.NOTHING else _refusal(batch, row, "closed" if is_closed else "stale")
     return OpenStream(now=row["now"], retention_maxlen=row["retention_maxlen"], stored=row)
 

@@ -187,7 +187,7 @@ def write_columns(grown: Sequence[tuple[FrameBatch, OpenStream]]) -> Mapping[str
                 stream.sweep_at,
                 stream.numbered_epoch,
                 stream.numbered_count,
-                stream.trimmed,
+                stream.trim_limit,
             )
         )
         if (summary := stream.summary) is not None and summary.is_changed:
