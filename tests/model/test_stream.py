@@ -139,7 +139,9 @@ def test_a_live_window_stays_between_floor_and_ceiling() -> None:
         ({"maxlen_ceiling": 10}, (64, 64, 0.2)),
     ],
 )
-def test_a_config_that_makes_no_sense_is_corrected(given_config: dict[str, Any], used: tuple[Any, ...]) -> None:
+def test_values_of_a_config_that_are_out_of_range_are_replaced(
+    given_config: dict[str, Any], used: tuple[Any, ...]
+) -> None:
     config = BestEffortLiveConfig(ttl_ms=1000, **given_config)
     assert (config.maxlen_floor, config.maxlen_ceiling, config.ema_alpha) == used
     assert dataclasses.replace(config) == config
@@ -267,13 +269,13 @@ def test_the_fields_of_a_frame_are_text_with_sorted_names() -> None:
     assert set(full.fields) - set(frame.fields) == {"correlation_id", "summary_version", "ttl_ms"}
     assert (full.mode, full.correlation_id, full.summary_version, full.ts) == (FrameMode.BEST_EFFORT, "c", 7, 990)
     assert (full.fields["summary_version"], full.fields["ttl_ms"]) == ("7", "5000")
+    assert {type(value) for value in full.fields.values()} == {str}
     assert (frame.correlation_id, frame.summary_version, frame.frame_type) == (None, None, "token")
 
 
 def test_a_frame_without_a_mode_reads_as_durable() -> None:
-    fields = {"payload": "hi", "frame_type": "event", "ts": "1"}
-    frame = StreamFrame(id="1-0", fields=fields)
-    assert (frame.mode, frame.payload, frame.text) == (FrameMode.DURABLE, b"hi", "hi")
+    frame = StreamFrame(position=FrameId(1, 0), payload=b"hi", frame_type="event", ts=1)
+    assert (frame.mode, frame.fields["mode"], frame.text) == (FrameMode.DURABLE, "durable", "hi")
 
 
 @given(st.binary())
