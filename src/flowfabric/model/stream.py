@@ -30,6 +30,8 @@ _ALPHA = 0.2
 _MAX_SEQ = INT32 - 1
 _UINT64 = 2**64 - 1
 _FRAME_ID = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_RUN_FRAME_ID = re.compile(r"[0-9]+:([0-9]+-[0-9]+)")
+"""The id of a frame among all frames of its run, with the index of the attempt in front."""
 
 
 class FrameKind(StrEnum):
@@ -240,7 +242,10 @@ def _parse_position(cursor: object, name: str, *, seq: int, advice: str = _BOUND
         if advice is _BOUND_ADVICE:
             advice = "write 'start'" if cursor == "-" else "write 'end'"
         raise error("invalid_input", f"{name}: bare '{cursor}' is not a cursor; {advice}")
-    match = _FRAME_ID.fullmatch(cursor) if isinstance(cursor, str) and len(cursor) <= MAX_TEXT else None
+    text = cursor if isinstance(cursor, str) and len(cursor) <= MAX_TEXT else ""
+    if match := _RUN_FRAME_ID.fullmatch(text):
+        advice = f"it is an id of run.stream(), whose part behind the colon is the cursor: write '{match[1]}'"
+    match = _FRAME_ID.fullmatch(text)
     numbers = [int(digits) for digits in match.groups() if digits is not None] if match else []
     if not numbers or max(numbers) > _UINT64:
         raise error("invalid_input", f"{name}: malformed cursor {shown(cursor)}; {advice}")
