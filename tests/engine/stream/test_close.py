@@ -251,6 +251,7 @@ async def test_the_reclaim_of_a_revoked_lease_closes_the_stream(
     row = await stored(rows, first)
     now = await clock.now()
     assert (row["closed_reason"], row["closed_at"], row["expires_at"]) == ("reclaimed", now, now + 5_000)
+    assert row["released_epoch"] == first.lease_epoch
     await append(engine, second.handle)
     await revoke(connection, first.execution_id)
     assert await claim(engine) == []
@@ -317,6 +318,22 @@ async def test_a_closed_stream_expires_after_the_time_of_its_policy(
     await clock.advance(ms=1)
     found = await read(engine, durable)
     assert (list(found.frames), found.closed_reason) == ([], ClosedReason.ATTEMPT_SUCCESS)
+
+
+async def test_a_stream_is_closed_no_earlier_than_its_last_frame_although_the_clock_steps_back(
+    engine: Engine, given: Given, clock: Clock
+) -> None:
+    handle = await given.claimed(policy={"stream_policy": {"retention_ttl_ms": 60_000}})
+    await append(engine, handle)
+    written = await clock.now()
+    await clock.advance(seconds=-10)
+    await engine.complete(handle, b"")
+    assert (await read(engine, handle)).closed_at == written
+    # Its frames are kept for the time of the policy from then on.
+    await clock.advance(seconds=69)
+    assert await payloads(engine, handle) == [b"x"]
+    await clock.advance(seconds=1)
+    assert await payloads(engine, handle) == []
 
 
 # Waking, and other streams.

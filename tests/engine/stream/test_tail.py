@@ -116,6 +116,28 @@ async def test_an_append_at_any_time_wakes_a_tail(engines: Engines, engine: Engi
 
 
 @pytest.mark.usefixtures("hints_only")
+async def test_a_frame_that_is_appended_between_the_query_and_the_wait_is_returned(
+    engine: Engine, given: Given, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = await given.claimed()
+    hints = parts_of(engine).wakeups.hints
+    hints.start_listening()
+    # Its beginning wakes every tail.
+    await eventually(lambda: hints.is_listening)
+    fetch, appended = Database.fetch, list[str]()
+
+    async def append_after_the_query(database: Database, statement: Statement, *arguments: Any, **options: Any) -> Any:
+        found = await fetch(database, statement, *arguments, **options)
+        if statement.name == "list_frames" and not appended:
+            appended.extend(await append_each(engine, handle, "late"))
+        return found
+
+    monkeypatch.setattr(Database, "fetch", append_after_the_query)
+    async with asyncio.timeout(10):
+        assert ids(await tail(engine, handle)) == appended
+
+
+@pytest.mark.usefixtures("hints_only")
 @pytest.mark.parametrize("writers", ["same process", "other process"])
 async def test_closing_wakes_a_tail(
     engines: Engines, engine: Engine, given: Given, clock: Clock, eventually: Eventually, writers: str
