@@ -19,6 +19,7 @@ from flowfabric.model.event import EventFamily
 from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key
 from flowfabric.model.policy_checks import INT32
 from flowfabric.model.stream import (
+    FIRST,
     LAST,
     MAX_BLOCK_MS,
     MAX_COUNT,
@@ -184,7 +185,8 @@ class Tails:
             return FollowedFrames(frames=frames, is_ended=rows[0]["is_ended"] and len(frames) < count_limit)
 
         wakers: list[Waker] = [partial(self._wake_at_end, execution_id)]
-        if last_attempt_index < INT32:
+        # An attempt that has written a frame has a stream, whose closing wakes its tails.
+        if last_attempt_index < INT32 and (attempt_index, after) <= (last_attempt_index, FIRST):
             wakers.append(self._wake_at_lease_events)
         with self._operation():
             return await self._wait(
@@ -301,7 +303,7 @@ class Tails:
             changed.set()
 
     async def _wake_at_lease_events(self, changed: asyncio.Event) -> None:
-        """Wake a waiter at lease events, because the end of an attempt without an open stream wakes no tail.
+        """Wake a waiter at lease events, because the end of an attempt without a stream wakes no tail.
 
         The hint of these events is sent anyway. One that names the execution would cost every retry a hint, although
         hardly any attempt is followed by itself.
