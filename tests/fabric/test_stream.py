@@ -15,6 +15,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.engine.stream.tail import Tails
 from flowfabric.errors import EngineError, NotFoundError
 from flowfabric.fabric import follow
+from flowfabric.model.event import EventFamily
 from flowfabric.streams import FrameKind, RunFrame, RunFrames
 
 UNKNOWN = "{fp:0}:00000000-0000-7000-8000-000000000000"
@@ -146,6 +147,27 @@ async def test_a_reader_of_one_attempt_is_done_when_that_attempt_is_over(url: st
         second = asyncio.create_task(read(run.stream(attempt=2)))
         await run.cancel()
         assert await second == []
+
+
+@pytest.mark.usefixtures("hints_only")
+async def test_a_reader_of_an_attempt_without_a_frame_is_done_when_that_attempt_is_over(
+    url: str, eventually: Eventually
+) -> None:
+    fabric, fails = Fabric(url), asyncio.Event()
+
+    @fabric.task(retries=1, backoff=600)
+    async def build() -> None:
+        await fails.wait()
+        raise ValueError("no luck")
+
+    async with fabric, fabric.worker():
+        run = await build.submit()
+        reading = asyncio.create_task(read(run.stream(attempt=1)))
+        feeds = parts_of(fabric.engine).wakeups.feeds
+        await eventually(lambda: EventFamily.LEASE in feeds._events)
+        fails.set()
+        assert await reading == []
+        await run.cancel()
 
 
 async def test_a_reader_follows_a_run_over_suspensions_and_reclaims(

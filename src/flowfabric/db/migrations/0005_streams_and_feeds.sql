@@ -3,8 +3,8 @@
 
 create type frame_mode as enum ('durable', 'summary', 'best_effort');
 
--- The stream of one attempt; its first frame creates it. The bit 4 of execution.attached says that the latest attempt has a
--- stream that the end of the attempt changes: an open one, or one that a lost lease has closed, which a reclaim closes again.
+-- The stream of one attempt; its first frame creates it. The bit 4 of execution.attached: ending the attempt must update its
+-- stream (open, or closed as lease_expired).
 create table stream (
   partition_key       smallint not null,
   execution_id        uuid     not null,
