@@ -15,26 +15,13 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.engine.stream.tail import Tails
 from flowfabric.errors import EngineError, NotFoundError
 from flowfabric.fabric import follow
+from flowfabric.model.event import EventFamily
 from flowfabric.policy import StreamPolicy
-from flowfabric.streams import FrameKind, RunFrame, RunFrames
+from flowfabric.streams import FrameKind, RunFrame
+
+from .reading import read, texts
 
 UNKNOWN = "{fp:0}:00000000-0000-7000-8000-000000000000"
-
-
-async def read(frames: RunFrames, count: int | None = None) -> list[RunFrame]:
-    """The frames of an iterator: all of them, or the first ones."""
-    found: list[RunFrame] = []
-    async with asyncio.timeout(60):
-        while count is None or len(found) < count:
-            try:
-                found.append(await anext(frames))
-            except StopAsyncIteration:
-                break
-    return found
-
-
-def texts(frames: list[RunFrame]) -> list[str]:
-    return [frame.text for frame in frames]
 
 
 @pytest.fixture
@@ -147,6 +134,27 @@ async def test_a_reader_of_one_attempt_is_done_when_that_attempt_is_over(url: st
         second = asyncio.create_task(read(run.stream(attempt=2)))
         await run.cancel()
         assert await second == []
+
+
+@pytest.mark.usefixtures("hints_only")
+async def test_a_reader_of_an_attempt_without_a_frame_is_done_when_that_attempt_is_over(
+    url: str, eventually: Eventually
+) -> None:
+    fabric, fails = Fabric(url), asyncio.Event()
+
+    @fabric.task(retries=1, backoff=600)
+    async def build() -> None:
+        await fails.wait()
+        raise ValueError("no luck")
+
+    async with fabric, fabric.worker():
+        run = await build.submit()
+        reading = asyncio.create_task(read(run.stream(attempt=1)))
+        feeds = parts_of(fabric.engine).wakeups.feeds
+        await eventually(lambda: EventFamily.LEASE in feeds._events)
+        fails.set()
+        assert await reading == []
+        await run.cancel()
 
 
 async def test_a_reader_follows_a_run_over_suspensions_and_reclaims(
@@ -451,44 +459,3 @@ async def test_a_reader_whose_run_no_worker_can_run_is_warned(
         await eventually(lambda: "has not started" in caplog.text)
         await run.cancel()
         assert await reading == []
-
-
-async def test_the_summary_is_the_newest_document_of_the_run(url: str) -> None:
-    fabric, goes_on = Fabric(url), asyncio.Event()
-
-    @fabric.task(retries=1, backoff=0.001)
-    async def build(ctx: Context) -> None:
-        if ctx.attempt == 1:
-            await ctx.summary.patch({"step": "compile", "done": 1})
-            await ctx.summary.patch({"step": None})
-            raise ValueError("no luck")
-        await ctx.stream.write("second")
-        await goes_on.wait()
-        await ctx.summary.patch({"step": "again"})
-
-    async with fabric, fabric.worker():
-        run = await build.submit()
-        frames = run.stream()
-        assert [(frame.mode, frame.summary_version) for frame in await read(frames, 3)] == [
-            ("summary", 1),
-            ("summary", 2),
-            ("durable", None),
-        ]
-        assert await run.summary() == {"done": 1}
-        goes_on.set()
-        await run.result(timeout=60)
-        assert await run.summary() == {"step": "again"}
-
-
-async def test_a_run_without_a_patch_has_no_summary(url: str) -> None:
-    fabric = Fabric(url)
-
-    @fabric.task
-    async def job(ctx: Context) -> None:
-        await ctx.stream.write("a")
-
-    async with fabric, fabric.worker():
-        run = await job.submit()
-        assert await run.summary() is None
-        await run.result(timeout=60)
-        assert await run.summary() is None

@@ -151,9 +151,9 @@ async def test_only_a_large_input_is_read_from_its_own_table(full: Engine, touch
         assert touched.readers_of("execution_input") == ({"claim_by_route", "read_context"} if found else set())
     await clock.advance(ms=DAY + HOUR)
     touched.clear()
-    assert await parts_of(full).retention.trim(limit=ENDED) == ENDED
+    assert (await parts_of(full).retention.trim_batch(limit=ENDED)).done == ENDED
     assert touched.of("take_retained", "execution_input") == 0
-    assert await parts_of(full).retention.trim(limit=ENDED) == 20
+    assert (await parts_of(full).retention.trim_batch(limit=ENDED)).done == 20
     assert touched.of("take_retained", "execution_input") == 10
 
 
@@ -183,9 +183,9 @@ async def test_only_a_large_result_is_read_from_its_own_table(full: Engine, touc
     assert ended == {"small": 0, "large": 1}
     await clock.advance(ms=DAY + HOUR)
     touched.clear()
-    assert await parts_of(full).retention.trim(limit=ENDED) == ENDED
+    assert (await parts_of(full).retention.trim_batch(limit=ENDED)).done == ENDED
     assert touched.of("take_retained", "execution_result") == 0
-    assert await parts_of(full).retention.trim(limit=ENDED) == 40
+    assert (await parts_of(full).retention.trim_batch(limit=ENDED)).done == 40
     assert touched.of("take_retained", "execution_result") == 11
 
 
@@ -329,7 +329,8 @@ async def test_a_sweep_touches_only_a_batch_of_what_is_due(
     assert await parts_of(full).timeouts.expire_due() == SWEEP_LIMIT
     assert touched["lock_expired"] <= 4 * SWEEP_LIMIT
     touched.clear()
-    assert await parts_of(full).retention.trim(limit=100) == 100
+    assert (await parts_of(full).retention.trim_batch(limit=100)).done == 100
+    assert "take_retained" not in touched.readers_of("stream") | touched.readers_of("stream_frame")
     # Each execution is read, locked and deleted; it has no rows in other tables.
     assert touched["take_retained"] <= 1 + 4 * 100
 

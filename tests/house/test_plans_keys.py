@@ -70,7 +70,6 @@ ORDERED: dict[str, set[str]] = {
     "take_spent_claims": {"claim_due"},
     "take_retained": {"retained_due"},
     "list_retained": {"retained_due"},
-    "read_frames_to_trim": {"retained_due"},
     "take_hidden_frames": {"stream_due"},
     "take_expired_keys": {"idempotency_key_due"},
     "take_old_grants": {"claim_grant_due"},
@@ -230,6 +229,13 @@ async def test_retention_skips_a_table_in_which_the_execution_has_no_rows(
     at = next(at for at, line in enumerate(lines) if f"Delete on {table} " in line)
     assert lines[at + 2].startswith("->  CTE Scan on deleted d")
     assert lines[at + 3] == f"Filter: {condition}"
+
+
+async def test_retention_counts_no_frames_if_there_are_no_streams(planner: asyncpg.Connection) -> None:
+    lines = await plan(planner, ALL["take_retained"])
+    counted = lines[lines.index("CTE counted") :]
+    frames = next(at for at, line in enumerate(counted) if " on stream_frame f" in line)
+    assert any(line.startswith("One-Time Filter: ") for line in counted[:frames])
 
 
 @pytest.mark.parametrize("name", ["claim_by_route", "claim_by_queue"])

@@ -10,6 +10,7 @@ from databases import Databases
 from engine.state import claim
 from fixtures import Clock
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.execution import retention
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
 from flowfabric.model.open_stream import TRIM_STEP
@@ -104,6 +105,23 @@ async def test_an_end_touches_the_rows_of_its_stream(engine: Engine, touched: To
     assert await parts_of(engine).lease_expiry.sweep() == 1
     assert len(await claim(engine, "new")) == 2
     assert touched.of("claim_by_route", "stream") <= 4
+
+
+async def test_retention_touches_the_streams_that_it_deletes(
+    engine: Engine, touched: Touched, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "FRAME_LIMIT", 100)
+    await engine.create_many([new(lane_id="new", policy={"stream_policy": {"retention_ttl_ms": 1_000}})] * 4)
+    runs = await claim(engine, "new", lease_ttl_ms=HOUR)
+    for run, frames in zip(runs, (40, 40, 40, 500), strict=True):
+        await append(engine, run.handle, *[PLAIN] * frames)
+    await engine.complete_many([(run.handle, None) for run in runs])
+    await clock.advance(ms=1_000)
+    assert [(await parts_of(engine).retention.trim_batch()).done for _ in range(3)] == [2, 1, 0]
+    # The oldest frame of each stream, and the frames of two that are deleted.
+    assert touched.of("take_retained", "stream_frame") <= 2 * (4 + 80)
+    # Each stream, two that are deleted and one whose frames are hidden, and whether there are streams.
+    assert touched.of("take_retained", "stream") <= 2 * (4 + 2 + 1) + 6
 
 
 async def test_executions_without_streams_are_claimed_and_ended_without_reading_streams(

@@ -235,5 +235,22 @@ def test_operations_accept_only_handles_of_this_backend() -> None:
             check_handle(value)
 
 
+@for_each(
+    "changes, detail",
+    [
+        ({"attempt_index": 2**31}, "attempt_index: must be a whole number from 0 to 2147483647, got 2147483648"),
+        ({"attempt_index": -1}, "attempt_index: must be a whole number from 0 to 2147483647, got -1"),
+        ({"lease_epoch": 2**63}, f"lease_epoch: must be a whole number from 0 to {2**63 - 1}, got {2**63}"),
+        ({"lease_epoch": "1"}, f"lease_epoch: must be a whole number from 0 to {2**63 - 1}, got '1'"),
+    ],
+)
+def test_operations_refuse_a_handle_whose_numbers_cannot_be_stored(changes: dict[str, object], detail: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        check_handle(msgspec.structs.replace(GOLDEN, **changes))
+    assert refused.value.detail == f"handle.{detail}"
+    for most in ({"attempt_index": 2**31 - 1}, {"lease_epoch": 2**63 - 1}, {"attempt_index": 0, "lease_epoch": 0}):
+        check_handle(msgspec.structs.replace(GOLDEN, **most))
+
+
 def test_a_handle_carries_the_fence_of_its_lease() -> None:
     assert GOLDEN.fence == Fence(lease_id=GOLDEN.lease_id, lease_epoch=1, attempt_id=GOLDEN.attempt_id)

@@ -2,12 +2,13 @@
 
 import json
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from flowfabric.model.errors import EngineError, InvalidInputError
-from flowfabric.model.open_stream import MAX_TRIMMED, TRIM_STEP, OpenStream, Summary
+from flowfabric.model.open_stream import MAX_TRIMMED, NEW_STREAM, TRIM_STEP, OpenStream, Summary
 from flowfabric.model.stream import BestEffortLive, BestEffortLiveConfig, Durable, DurableSummary, Frame, StreamMode
 from flowfabric.model.summary import MAX_SUMMARY_BYTES, encode_document
 
@@ -24,7 +25,7 @@ class Stored:
     def __init__(self, *, maxlen: int) -> None:
         self.maxlen = maxlen
         self.now = 1
-        self.row: dict[str, Any] | None = None
+        self.row: Mapping[str, Any] = NEW_STREAM
         self.frames: list[int] = []
         self.sweeps = [2**40]
         """The times at which the sweep was to look, the current one last."""
@@ -37,17 +38,16 @@ class Stored:
         stream.summary = self.summary
         for mode in modes:
             stream.append(Frame(bytes=b"{}", mode=mode))
-        looked_at, rest = self.frames[: stream.trimmed], self.frames[stream.trimmed :]
+        looked_at, rest = self.frames[: stream.trim_limit], self.frames[stream.trim_limit :]
         self.frames = [number for number in looked_at if number >= stream.first_frame_no] + rest
         self.frames += [frame.number for frame in stream.new_frames]
         if (sweep_at := stream.sweep_at) is not None:
             self.sweeps.append(sweep_at)
-        self.row = {name: getattr(stream, name) for name in OpenStream.__slots__ if not name.startswith("_")}
-        self.row.update(last_ms=stream.last.ms, last_seq=stream.last.seq, sweep_at=self.sweeps[-1])
+        row = {name: getattr(stream, name) for name in OpenStream.__slots__ if not name.startswith("_")}
+        self.row = {**row, "last_ms": stream.last.ms, "last_seq": stream.last.seq, "sweep_at": self.sweeps[-1]}
 
     @property
     def visible(self) -> list[int]:
-        assert self.row is not None
         return [number for number in self.frames if number >= self.row["first_frame_no"]]
 
 
@@ -56,7 +56,6 @@ def test_the_newest_frames_are_visible_and_few_hidden_ones_are_kept(batch: int) 
     stored = Stored(maxlen=300)
     for _ in range(3_000 // batch):
         stored.append(*[Durable()] * batch)
-        assert stored.row is not None
         count = stored.row["frame_count"]
         assert stored.visible == [*range(max(1, count - 299), count + 1)]
         assert len(stored.frames) < 300 + TRIM_STEP + batch
@@ -86,7 +85,6 @@ def test_the_time_of_the_sweep_follows_the_expiry_in_steps(ttl_ms: int, step_ms:
     stored = Stored(maxlen=1_000)
     for _ in range(600):
         stored.append(live(ttl_ms=ttl_ms), ms=100)
-        assert stored.row is not None
         assert 0 <= stored.row["expires_at"] - stored.sweeps[-1] < step_ms
     assert len(stored.sweeps) - 2 == 59_900 // step_ms
     # A shorter ttl makes it due earlier.
@@ -103,8 +101,6 @@ def test_a_batch_counts_like_single_frames() -> None:
         together.append(*chosen, ms=1)
         for at, mode in enumerate(chosen):
             single.append(mode, ms=1 if at == 0 else 0)
-        assert together.row is not None
-        assert single.row is not None
         varying = {"summary": None, "sweep_at": None}
         assert {**together.row, **varying} == {**single.row, **varying}
         assert together.visible == single.visible

@@ -139,7 +139,9 @@ def test_a_live_window_stays_between_floor_and_ceiling() -> None:
         ({"maxlen_ceiling": 10}, (64, 64, 0.2)),
     ],
 )
-def test_a_config_that_makes_no_sense_is_corrected(given_config: dict[str, Any], used: tuple[Any, ...]) -> None:
+def test_values_of_a_config_that_are_out_of_range_are_replaced(
+    given_config: dict[str, Any], used: tuple[Any, ...]
+) -> None:
     config = BestEffortLiveConfig(ttl_ms=1000, **given_config)
     assert (config.maxlen_floor, config.maxlen_ceiling, config.ema_alpha) == used
     assert dataclasses.replace(config) == config
@@ -229,6 +231,14 @@ def test_a_malformed_cursor_is_refused(cursor: object, detail: str) -> None:
     assert refusal_of(lambda: tail_position(cursor)) == f"after: {tail_detail}"
 
 
+def test_an_id_of_a_run_is_refused_with_its_cursor() -> None:
+    for read, name in ((lower_bound, "from"), (upper_bound, "to"), (tail_position, "after")):
+        assert refusal_of(lambda read=read: read("0:17-3")) == (
+            f"{name}: malformed cursor '0:17-3'; it is an id of run.stream(), whose part behind the colon is the"
+            " cursor: write '17-3'"
+        )
+
+
 @for_each("cursor", ["start", "end"])
 def test_a_tail_needs_a_concrete_position(cursor: str) -> None:
     assert refusal_of(lambda: tail_position(cursor)) == (
@@ -268,13 +278,13 @@ def test_the_fields_of_a_frame_are_text_with_sorted_names() -> None:
     assert set(full.fields) - set(frame.fields) == {"correlation_id", "summary_version", "ttl_ms"}
     assert (full.mode, full.correlation_id, full.summary_version, full.ts) == (FrameMode.BEST_EFFORT, "c", 7, 990)
     assert (full.fields["summary_version"], full.fields["ttl_ms"]) == ("7", "5000")
+    assert {type(value) for value in full.fields.values()} == {str}
     assert (frame.correlation_id, frame.summary_version, frame.frame_type) == (None, None, "token")
 
 
 def test_a_frame_without_a_mode_reads_as_durable() -> None:
-    fields = {"payload": "hi", "frame_type": "event", "ts": "1"}
-    frame = StreamFrame(id="1-0", number=1, fields=fields)
-    assert (frame.mode, frame.payload, frame.text) == (FrameMode.DURABLE, b"hi", "hi")
+    frame = StreamFrame(position=FrameId(1, 0), number=1, payload=b"hi", frame_type="event", ts=1)
+    assert (frame.mode, frame.fields["mode"], frame.text) == (FrameMode.DURABLE, "durable", "hi")
 
 
 @given(st.binary())

@@ -279,12 +279,12 @@ async def test_concurrent_trims_and_tags_leave_no_rows_of_trimmed_executions(
         await clock.advance(ms=one.settings.retention_ms + 1)
         first, second, _ = await race(
             nth,
-            parts_of(one).retention.trim(limit=2),
-            parts_of(other).retention.trim(limit=2),
+            parts_of(one).retention.trim_batch(limit=2),
+            parts_of(other).retention.trim_batch(limit=2),
             tagging.set_execution_tag(random.choice(handles).execution_id, "app.team", "a"),
         )
-        trimmed += first + second
-    while found := await parts_of(one).retention.trim():
+        trimmed += first.done + second.done
+    while found := (await parts_of(one).retention.trim_batch()).done:
         trimmed += found
     assert trimmed == 4 * ROUNDS
     for table in ("execution", "execution_tag", "retained"):

@@ -9,19 +9,21 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from engine.event.following import take
 from engine.state import all_cases, claim, new, refused
-from engine.stream.writing import append, payloads, read
-from fixtures import Clock, Engines, Eventually, Given, Rows, uuid_of
+from engine.stream.writing import STREAM_TABLES, append, patch, payloads
+from engine.waits import suspend_run
+from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.db.migrate import FOLDER, load_migrations, migrate
-from flowfabric.engine import parts as parts_module
-from flowfabric.engine.core.consequence import Attachment
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.execution import Created, Duplicate
+from flowfabric.model.handle import Handle
 from flowfabric.model.lease import Completed, Renewed, RetryScheduled
 from flowfabric.model.support import NothingToPrepare
+from flowfabric.reconcile.loop import Reconciler
 from flowfabric.settings import Settings
+from scenarios.previous import PREVIOUS, PreviousVersion, extract, started
 
 MORE = """
 alter table execution add column region text;
@@ -131,45 +133,138 @@ async def test_a_process_does_not_start_on_a_newer_breaking_schema(url: str, rel
                 assert (refusal.value.code, refusal.value.retryable) == ("unavailable", False)
 
 
-@pytest.fixture
-async def previous(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """An engine that ends executions without closing their streams, as a version without streams does."""
-    known = {bit: follow for bit, follow in parts_module.CONSEQUENCES.items() if bit is not Attachment.STREAM}
-    with monkeypatch.context() as patched:
-        patched.setattr(parts_module, "CONSEQUENCES", known)
-        return await engines()
+# The previous version, which has no streams and no feeds, beside this one.
 
 
-async def test_streams_of_attempts_that_a_version_without_streams_ended_are_closed(
-    engine: Engine, previous: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The path to import the previous version from."""
+    return extract(tmp_path_factory.mktemp("previous"))
+
+
+def test_without_the_history_of_the_repository_the_tests_say_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match=f"commit {PREVIOUS}, could not be read: .*full clone"):
+        extract(tmp_path / "source", root=tmp_path)
+
+
+def test_the_previous_version_is_the_newest_with_an_older_schema(source: Path) -> None:
+    known = [migration.checksum for migration in load_migrations()]
+    before = [migration.checksum for migration in load_migrations(source / "flowfabric" / "db" / "migrations")]
+    assert before == known[:-1]
+
+
+RETRIED = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 0}}}
+DAY_MS = 86_400_000
+
+
+async def claimed_by(previous: PreviousVersion, lane: str) -> Handle:
+    """The next execution of a lane, claimed by a worker of the previous version."""
+    (run,) = await previous(
+        "claim_many", lanes=(lane,), worker_id="old", worker_instance_id="old-1", limit=1, lease_ttl_ms=30_000
+    )
+    handle: Handle = run.handle
+    return handle
+
+
+async def test_the_previous_version_ends_what_this_version_streams_and_both_go_on(
+    engine: Engine,
+    given: Given,
+    clock: Clock,
+    rows: Rows,
+    url: str,
+    source: Path,
+    tmp_path: Path,
 ) -> None:
-    retried = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 0}}}
-    lanes = ("completed", "cancelled", "failed", "lost")
-    handles = [await given.claimed(lane_id=lane, policy=retried, lease_ttl_ms=30_000) for lane in lanes]
-    for handle in handles:
-        await append(engine, handle)
-    completed, cancelled, failed, lost = handles
-    await previous.complete(completed, b"")
-    await previous.cancel_execution(execution_id=cancelled.execution_id, reason="not wanted")
-    await previous.fail(failed, reason="no luck")
-    # That version keeps the bit of the stream.
-    await connection.execute("update execution set attached = 4 where execution_id = $1", uuid_of(failed.execution_id))
-    await clock.advance(ms=30_000)
-    assert await parts_of(previous).lease_expiry.mark_expired([lost.execution_id]) == 1
-    await refused(append(engine, lost), "stale_owner_cannot_append")
-    for handle in (completed, cancelled, failed):
-        await refused(append(engine, handle), "stream_closed")
-    for lane, handle in (("failed", failed), ("lost", lost)):
-        (run,) = await claim(engine, lane)
-        assert (await append(engine, run.handle, b"next attempt")).frame_count == 1
-        await refused(append(engine, handle), "stale_owner_cannot_append")
-        await engine.complete(run.handle, b"")
-        assert (await read(engine, run.handle)).closed_reason == "attempt_success"
-    assert [(await read(engine, handle)).closed_reason for handle in handles] == [
-        "attempt_success",
-        "attempt_cancelled",
-        "attempt_failure",
-        "reclaimed",
-    ]
-    assert [await payloads(engine, handle) for handle in handles] == [[b"x"]] * 4
+    lanes = ("completed", "cancelled", "failed", "retried", "lost", "reclaimed", "waiting")
+    expected: dict[tuple[str, int], str] = {}
+    await clock.stop()
+    async with engine.subscribe_completion() as ends, engine.subscribe_lease_history() as leases:
+        handles = [
+            await given.claimed(lane_id=lane, policy=None if lane == "failed" else RETRIED, lease_ttl_ms=30_000)
+            for lane in lanes
+        ]
+        completed, cancelled, failed, retried, lost, reclaimed, waiting = handles
+        for handle in handles:
+            await append(engine, handle)
+            await patch(engine, handle, '{"a": 1}')
+
+        async with started(source, url, tmp_path / "first.log") as previous:
+            # It runs work of its own, on the same lanes.
+            made = await previous("create_execution", **new(lane_id="made"))
+            own = await claimed_by(previous, "made")
+            assert own.execution_id == made.execution_id
+            await append(engine, own)
+            await previous("complete", own, b"")
+            await previous("complete", completed, b"")
+            await previous("cancel_execution", execution_id=cancelled.execution_id, reason="not wanted")
+            await previous("fail", failed, reason="no luck")
+            await previous("fail", retried, reason="no luck")
+            suspended = await suspend_run(engine, waiting)
+            await previous(
+                "deliver_signal",
+                execution_id=waiting.execution_id,
+                waitpoint_id=suspended.details.waitpoint_id,
+                waitpoint_token=suspended.details.waitpoint_token.reveal(),
+                signal_name="ready",
+            )
+            resumed = await claimed_by(previous, "waiting")
+            assert resumed.attempt_id == waiting.attempt_id
+            await append(engine, resumed, b"resumed")
+        for handle in (own, completed, cancelled, failed, retried):
+            await refused(append(engine, handle), "stream_closed")
+        await refused(append(engine, waiting), "stale_owner_cannot_append")
+
+        # Another process of that version goes on: it resumes, and takes over expired leases.
+        async with started(source, url, tmp_path / "second.log") as previous:
+            await previous("complete", resumed, b"")
+            await clock.advance(ms=30_000)
+            await previous("catch_up")
+            for handle in (lost, reclaimed):
+                await refused(append(engine, handle), "stale_owner_cannot_append")
+            taken = await claimed_by(previous, "reclaimed")
+            await append(engine, taken, b"next attempt")
+            await previous("complete", taken, b"")
+            for lane, handle in (("retried", retried), ("lost", lost)):
+                (run,) = await claim(engine, lane)
+                assert (await append(engine, run.handle, b"next attempt")).frame_count == 1
+                await refused(append(engine, handle), "stale_owner_cannot_append")
+                await engine.complete(run.handle, b"")
+                expected[handle.execution_id, 1] = "attempt_success"
+            assert await previous("find_inconsistencies") == []
+
+            expected |= {
+                (own.execution_id, 0): "attempt_success",
+                (completed.execution_id, 0): "attempt_success",
+                (cancelled.execution_id, 0): "attempt_cancelled",
+                (failed.execution_id, 0): "attempt_failure",
+                (retried.execution_id, 0): "attempt_failure",
+                (lost.execution_id, 0): "reclaimed",
+                (reclaimed.execution_id, 0): "reclaimed",
+                (reclaimed.execution_id, 1): "attempt_success",
+                (waiting.execution_id, 0): "attempt_success",
+            }
+            closed = {key: (await engine.read_stream(*key)).closed_reason for key in expected}
+            assert closed == expected
+            assert [await payloads(engine, handle) for handle in handles[:-1]] == [[b"x", b'{"a": 1}']] * 6
+            assert await payloads(engine, waiting) == [b"x", b'{"a": 1}', b"resumed"]
+            assert len(expected) == len(await rows.of("stream"))
+            assert await engine.find_inconsistencies() == []
+
+            ended = {handle.execution_id for handle in (*handles, own)}
+            # The signal that satisfied the wait is an event of completions, but that version writes none of signals.
+            assert await rows.of("event_each", kind="signal") == []
+            assert {event.execution_id for event in await take(ends, len(ended) + 1)} == ended
+            assert {event.execution_id for event in await take(leases, len(ended))} <= ended
+
+            # Its retention leaves the streams to the sweeps of this version; readers no longer see them.
+            await clock.advance(ms=DAY_MS)
+            await previous("catch_up")
+        assert await rows.of("execution") == []
+        assert len(await rows.of("stream")) == len(expected)
+        assert {(await engine.read_stream(*key)).frames == [] for key in expected} == {True}
+        assert await engine.find_inconsistencies() == []
+        await clock.advance(ms=DAY_MS // 24)
+        await Reconciler(engine).catch_up()
+    for table in STREAM_TABLES:
+        assert await rows.of(table) == []
     assert await engine.find_inconsistencies() == []

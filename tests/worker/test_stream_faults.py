@@ -10,7 +10,7 @@ from faults.proxy import Action, Fault, Proxy, Side
 from fixtures import Eventually, StartWorker, Submit
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.stream.append import Streams
-from flowfabric.model.errors import TransportError
+from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.handle import Handle
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
@@ -21,9 +21,8 @@ from flowfabric.worker.worker import Worker
 from .streaming import numbers, texts
 
 
-async def test_a_frame_whose_answer_is_lost_is_stored_once(
-    engine: Engine, start_worker: StartWorker, submit: Submit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The connection breaks after every first commit of frames and before its answer, so that each is repeated."""
     append, lost = Streams.append_numbered, set[int]()
 
@@ -35,7 +34,12 @@ async def test_a_frame_whose_answer_is_lost_is_stored_once(
         return answers
 
     monkeypatch.setattr(Streams, "append_numbered", append_and_lose)
+    return lost
 
+
+async def test_a_frame_whose_answer_is_lost_is_stored_once(
+    engine: Engine, start_worker: StartWorker, submit: Submit, lost: set[int]
+) -> None:
     async def job(ctx: Context) -> list[int]:
         for number in numbers(1500):
             await ctx.stream.write(number)
@@ -77,6 +81,24 @@ async def test_a_frame_whose_answer_is_lost_with_the_lease_is_not_reported_as_lo
     run = await submit()
     await eventually(lambda: "1 frames of its stream may not be stored: transport" in caplog.text)
     assert await texts(engine, run) == ["a"]
+
+
+@pytest.mark.usefixtures("lost")
+async def test_a_refused_patch_whose_answer_is_lost_is_refused_alone(
+    engine: Engine, start_worker: StartWorker, submit: Submit
+) -> None:
+    large = "x" * 60_000
+
+    async def job(ctx: Context) -> list[str]:
+        for nth in range(17):
+            await ctx.summary.patch({str(nth): large})
+        patches: list[dict[str, object]] = [{"first": 1}, {"a": 1}, {"17": large}, {"b": 1}]
+        answers = await asyncio.gather(*(ctx.summary.patch(each) for each in patches), return_exceptions=True)
+        return [answer.code if isinstance(answer, EngineError) else str(answer) for answer in answers]
+
+    await start_worker({"job": job})
+    result = (await engine.wait_for_ending(await submit(), timeout=60)).result
+    assert result == b'["18","19","retention_limit_exceeded","20"]'
 
 
 async def test_frames_are_stored_once_and_in_order_although_connections_break_at_any_message(

@@ -138,7 +138,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def check_handle(value: object) -> Handle:
-    """Return the value if it is a handle of this engine."""
+    """Return the value if it is a handle of this engine whose numbers can be stored."""
     if not isinstance(value, Handle):
         raise error(
             "invalid_input",
@@ -146,6 +146,8 @@ def check_handle(value: object) -> Handle:
         )
     if value.backend != Backend.POSTGRES:
         raise _foreign(value.backend)
+    check_range(value.attempt_index, "handle.attempt_index", 0, _MAX_INT32)
+    check_range(value.lease_epoch, "handle.lease_epoch", 0, _MAX_INT64)
     return value
 
 

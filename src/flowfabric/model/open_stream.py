@@ -23,7 +23,26 @@ TRIM_STEP = 256
 """Hidden frames are deleted whenever the first visible frame passes a multiple of this number."""
 MAX_TRIMMED = 4096
 """The most hidden frames that one append deletes; the sweep and later appends delete the rest."""
+SWEEP_STEPS = 8
+"""The time of the sweep follows the expiry in steps of this part of the time left, a quarter of the ttl."""
 MIN_SWEEP_STEP_MS = 1_000
+
+NEW_STREAM: Mapping[str, Any] = {
+    "last_ms": FIRST.ms,
+    "last_seq": FIRST.seq,
+    "frame_count": 0,
+    "first_frame_no": 1,
+    "total_bytes": 0,
+    "has_durable_frame": False,
+    "ema_rate_hz": None,
+    "last_append_ts_ms": None,
+    "maxlen_applied_last": None,
+    "expires_at": None,
+    "sweep_at": None,
+    "numbered_epoch": 0,
+    "numbered_count": 0,
+}
+"""The columns of a stream before its first frame, with no time of the sweep to keep."""
 
 
 class NewFrame(NamedTuple):
@@ -79,24 +98,24 @@ class OpenStream:
         "total_bytes",
     )
 
-    def __init__(self, *, now: int, retention_maxlen: int, stored: Mapping[str, Any] | None = None) -> None:
-        """Begin at the stored state of a stream, or at that of a new stream."""
+    def __init__(self, *, now: int, retention_maxlen: int, stored: Mapping[str, Any] = NEW_STREAM) -> None:
+        """Begin at the stored state of a stream."""
         self.now = now
         self.retention_maxlen = retention_maxlen
         self.summary: Summary | None = None
-        self.last = FIRST if stored is None else FrameId(stored["last_ms"], stored["last_seq"])
-        self.frame_count: int = 0 if stored is None else stored["frame_count"]
-        self.first_frame_no: int = 1 if stored is None else stored["first_frame_no"]
-        self.total_bytes: int = 0 if stored is None else stored["total_bytes"]
-        self.has_durable_frame: bool = stored is not None and stored["has_durable_frame"]
-        self.ema_rate_hz: float | None = None if stored is None else stored["ema_rate_hz"]
-        self.last_append_ts_ms: int | None = None if stored is None else stored["last_append_ts_ms"]
-        self.maxlen_applied_last: int | None = None if stored is None else stored["maxlen_applied_last"]
-        self.expires_at: int | None = None if stored is None else stored["expires_at"]
-        self.numbered_epoch: int = 0 if stored is None else stored["numbered_epoch"]
-        self.numbered_count: int = 0 if stored is None else stored["numbered_count"]
-        self._stored_first = self.first_frame_no
-        self._stored_sweep: int | None = None if stored is None else stored["sweep_at"]
+        self.last = FrameId(stored["last_ms"], stored["last_seq"])
+        self.frame_count: int = stored["frame_count"]
+        self.first_frame_no: int = stored["first_frame_no"]
+        self.total_bytes: int = stored["total_bytes"]
+        self.has_durable_frame: bool = stored["has_durable_frame"]
+        self.ema_rate_hz: float | None = stored["ema_rate_hz"]
+        self.last_append_ts_ms: int | None = stored["last_append_ts_ms"]
+        self.maxlen_applied_last: int | None = stored["maxlen_applied_last"]
+        self.expires_at: int | None = stored["expires_at"]
+        self.numbered_epoch: int = stored["numbered_epoch"]
+        self.numbered_count: int = stored["numbered_count"]
+        self._stored_first: int = self.first_frame_no
+        self._stored_sweep: int | None = stored["sweep_at"]
         self._frames: list[NewFrame] = []
 
     def append(self, frame: Frame) -> AppendFrameOutcome:
@@ -188,22 +207,22 @@ class OpenStream:
 
     @property
     def sweep_at(self) -> int | None:
-        """When the sweep is to look at the stream; None if the stored time is good enough.
+        """When the sweep is to look at the stream; None to keep the stored time.
 
-        It follows the expiry in steps of a quarter of the ttl, because the stored time is indexed.
+        It follows the expiry in steps, because the stored time is indexed.
         """
-        if self.trimmed >= MAX_TRIMMED:
+        if self.trim_limit >= MAX_TRIMMED:
             return self.now
         stored, expires_at = self._stored_sweep, self.expires_at
         if expires_at is None or stored is None:
             return expires_at
-        step = max((expires_at - self.now) // 8, MIN_SWEEP_STEP_MS)
+        step = max((expires_at - self.now) // SWEEP_STEPS, MIN_SWEEP_STEP_MS)
         # If it is due, the sweep itself sets the next time.
         return expires_at if stored > self.now and abs(expires_at - stored) >= step else None
 
     @property
-    def trimmed(self) -> int:
-        """How many of the oldest stored frames to look at and delete if they are hidden; 0 unless it is time to."""
+    def trim_limit(self) -> int:
+        """How many of the oldest frames to check for deletion; 0 unless it is time to."""
         reached = self._stored_first - self._stored_first % TRIM_STEP
         if self.first_frame_no < reached + TRIM_STEP:
             return 0

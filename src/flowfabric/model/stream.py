@@ -30,6 +30,8 @@ _ALPHA = 0.2
 _MAX_SEQ = INT32 - 1
 _UINT64 = 2**64 - 1
 _FRAME_ID = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_RUN_FRAME_ID = re.compile(r"[0-9]+:([0-9]+-[0-9]+)")
+"""The id of a frame among all frames of its run, with the index of the attempt in front."""
 
 
 class FrameKind(StrEnum):
@@ -100,7 +102,7 @@ class DurableSummary:
 class BestEffortLiveConfig:
     """How many frames a live stream keeps, and for how long: about twice what arrives within `ttl_ms`.
 
-    A floor, a ceiling or an alpha that makes no sense is replaced by its default.
+    A floor or a ceiling that is not positive, and an alpha outside (0, 1], is replaced by its default.
     """
 
     ttl_ms: int
@@ -109,7 +111,7 @@ class BestEffortLiveConfig:
     ema_alpha: float = _ALPHA
 
     def __post_init__(self) -> None:
-        """Reject fields of a wrong type; replace those that make no sense."""
+        """Reject fields of a wrong type; replace those that are not positive, and an alpha outside (0, 1]."""
         check_range(self.ttl_ms, "ttl_ms", 0, MAX_MS)
         check_range(self.maxlen_floor, "maxlen_floor", -INT32, INT32)
         check_range(self.maxlen_ceiling, "maxlen_ceiling", -INT32, INT32)
@@ -240,7 +242,10 @@ def _parse_position(cursor: object, name: str, *, seq: int, advice: str = _BOUND
         if advice is _BOUND_ADVICE:
             advice = "write 'start'" if cursor == "-" else "write 'end'"
         raise error("invalid_input", f"{name}: bare '{cursor}' is not a cursor; {advice}")
-    match = _FRAME_ID.fullmatch(cursor) if isinstance(cursor, str) and len(cursor) <= MAX_TEXT else None
+    text = cursor if isinstance(cursor, str) and len(cursor) <= MAX_TEXT else ""
+    if match := _RUN_FRAME_ID.fullmatch(text):
+        advice = f"it is an id of run.stream(), whose part behind the colon is the cursor: write '{match[1]}'"
+    match = _FRAME_ID.fullmatch(text)
     numbers = [int(digits) for digits in match.groups() if digits is not None] if match else []
     if not numbers or max(numbers) > _UINT64:
         raise error("invalid_input", f"{name}: malformed cursor {shown(cursor)}; {advice}")
@@ -275,46 +280,46 @@ def live_window(config: BestEffortLiveConfig, now_ms: int, rate_hz: float | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamFrame:
-    """A frame as readers get it: its id, its number in its attempt from 1, and its fields as text with sorted names."""
+    """A frame as readers get it."""
 
-    id: str
+    position: FrameId
+    """The id as numbers, which compare in the order of the stream."""
     number: int
-    fields: Mapping[str, str] = field(repr=False)
+    """The number of the frame in its attempt, from 1; a jump shows frames that are no longer kept."""
+    payload: bytes = field(repr=False)
+    """The bytes that were appended."""
+    frame_type: str
+    """The type given by the worker, or else the name of the kind."""
+    mode: FrameMode = FrameMode.DURABLE
+    """How the frame is kept."""
+    ts: int
+    """When the frame was appended, in milliseconds since the epoch."""
+    correlation_id: str | None = None
+    """The correlation id given by the worker."""
+    summary_version: int | None = None
+    """The version of the summary that this frame made."""
+    ttl_ms: int | None = None
+    """The time given by the worker of a best-effort frame."""
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self:
         """Return the frame of a stored row."""
-        payload: bytes = row["payload"]
-        try:
-            text, encoding = payload.decode(), "utf8"
-        except UnicodeDecodeError:
-            text, encoding = base64.b64encode(payload).decode(), "base64"
-        fields: dict[str, str] = {}
-        if row["correlation_id"] is not None:
-            fields["correlation_id"] = row["correlation_id"]
-        fields["encoding"] = encoding
-        fields["frame_type"] = row["frame_type"]
-        fields["mode"] = row["mode"]
-        fields["payload"] = text
-        fields["source"] = "worker"
-        if row["summary_version"] is not None:
-            fields["summary_version"] = str(row["summary_version"])
-        fields["ts"] = str(row["at"])
-        if row["ttl_ms"] is not None:
-            fields["ttl_ms"] = str(row["ttl_ms"])
-        return cls(id=str(FrameId(row["ms"], row["seq"])), number=row["frame_no"], fields=fields)
+        return cls(
+            position=FrameId(row["ms"], row["seq"]),
+            number=row["frame_no"],
+            payload=row["payload"],
+            frame_type=row["frame_type"],
+            mode=FrameMode(row["mode"]),
+            ts=row["at"],
+            correlation_id=row["correlation_id"],
+            summary_version=row["summary_version"],
+            ttl_ms=row["ttl_ms"],
+        )
 
     @property
-    def position(self) -> FrameId:
-        """The id as numbers, which compare in the order of the stream."""
-        ms, _, seq = self.id.partition("-")
-        return FrameId(int(ms), int(seq))
-
-    @property
-    def payload(self) -> bytes:
-        """The bytes that were appended."""
-        text = self.fields["payload"]
-        return base64.b64decode(text) if self.fields.get("encoding") == "base64" else text.encode()
+    def id(self) -> str:
+        """The id, `<ms>-<seq>`."""
+        return str(self.position)
 
     @property
     def text(self) -> str:
@@ -322,30 +327,24 @@ class StreamFrame:
         return self.payload.decode(errors="replace")
 
     @property
-    def frame_type(self) -> str:
-        """The type given by the worker, or else the name of the kind."""
-        return self.fields["frame_type"]
-
-    @property
-    def mode(self) -> FrameMode:
-        """How the frame is kept."""
-        return FrameMode(self.fields.get("mode", FrameMode.DURABLE))
-
-    @property
-    def ts(self) -> int:
-        """When the frame was appended, in milliseconds since the epoch."""
-        return int(self.fields["ts"])
-
-    @property
-    def correlation_id(self) -> str | None:
-        """The correlation id given by the worker."""
-        return self.fields.get("correlation_id")
-
-    @property
-    def summary_version(self) -> int | None:
-        """The version of the summary that this frame made."""
-        version = self.fields.get("summary_version")
-        return None if version is None else int(version)
+    def fields(self) -> Mapping[str, str]:
+        """The frame as text, with sorted names; a payload that is not UTF-8 is encoded as base64."""
+        try:
+            payload, encoding = self.payload.decode(), "utf8"
+        except UnicodeDecodeError:
+            payload, encoding = base64.b64encode(self.payload).decode(), "base64"
+        values = {
+            "correlation_id": self.correlation_id,
+            "encoding": encoding,
+            "frame_type": self.frame_type,
+            "mode": self.mode,
+            "payload": payload,
+            "source": "worker",
+            "summary_version": self.summary_version,
+            "ts": self.ts,
+            "ttl_ms": self.ttl_ms,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

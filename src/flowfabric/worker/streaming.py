@@ -208,29 +208,30 @@ class FrameQueue:
             self._refuse_waiting(error("internal", f"storing frames failed: {reason(fault)}"))
 
     async def _store_group(self) -> None:
-        """Store the frames that are next, all of them in one transaction; repeat it while the store is at fault."""
+        """Store the frames that are next in one transaction; repeat it while the store is at fault.
+
+        Frames behind a refused one are not answered: they are the next group.
+        """
         frames = [queued.frame for queued in itertools.islice(self._waiting, GROUP_FRAMES)]
         for pause in pauses(*RETRY_SECONDS):
             answers = await self._append(frames)
-            is_at_fault = any(isinstance(answer, EngineError) and is_store_fault(answer) for answer in answers)
-            if not is_at_fault or not self._run.is_lease_held:
+            refusal = last if isinstance(last := answers[-1], EngineError) else None
+            if refusal is None or not is_store_fault(refusal) or not self._run.is_lease_held:
                 break
             await asyncio.sleep(pause)
-        refusal: EngineError | None = None
         for answer in answers:
             self._settle(self._waiting.popleft(), answer)
-            if isinstance(answer, EngineError) and not is_bad_input(answer):
-                refusal = answer
-        if refusal is not None:
+        if refusal is not None and not is_bad_input(refusal):
             self._refuse_waiting(refusal)
         self._wake()
 
     async def _append(self, frames: Sequence[Frame]) -> Sequence[Answer]:
+        """Append frames; return the answers up to the first refusal."""
         # Numbered, because a fault may leave it unknown whether frames are stored.
         try:
             return await self._streams.append_numbered(self._run.claimed.handle, frames, first_number=self._settled + 1)
         except EngineError as fault:
-            return [fault.copy() for _ in frames]
+            return [fault]
 
     def _settle(self, queued: _Queued, answer: Answer) -> None:
         self._settled += 1

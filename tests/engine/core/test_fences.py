@@ -27,6 +27,7 @@ from flowfabric.model.errors import ContentionError, InvalidInputError, NotFound
 from flowfabric.model.handle import Backend, Handle
 from flowfabric.model.ids import AttemptId, ExecutionId, LeaseId
 from flowfabric.model.states import HandleKind
+from flowfabric.model.stream import Frame
 
 COMPLETIONS = {"complete", "complete_many"}
 
@@ -70,6 +71,18 @@ async def test_a_lease_ends_exactly_at_its_expiry_and_the_refusal_marks_it(
         for name, operation, case in each_operation():
             with case():
                 await refused(operation(engine, handles[name]), "lease_expired")
+
+
+async def test_a_handle_whose_numbers_cannot_be_stored_is_refused(engine: Engine, given: Given, rows: Rows) -> None:
+    handle = await given.claimed()
+    beyond = [altered(handle, attempt_index=2**31), altered(handle, lease_epoch=2**63)]
+    async with rows.unchanged():
+        for _, operation, case in each_operation():
+            for wrong in beyond:
+                with case():
+                    await refused(operation(engine, wrong), "invalid_input", "must be a whole number from 0 to")
+        for wrong in beyond:
+            await refused(engine.append_frame(wrong, Frame(bytes=b"")), "invalid_input", "must be a whole number")
 
 
 async def test_a_worker_whose_run_was_reclaimed_is_refused(engine: Engine, given: Given, rows: Rows) -> None:

@@ -462,7 +462,7 @@ RELATED_ROWS: dict[str, list[tuple[str, str]]] = {
         ("streaming", "update stream set has_durable_frame = false where {mine}"),
     ],
     "stream: its execution does not exist": [
-        ("streaming", "delete from execution where {mine}"),
+        ("streaming", "delete from execution where {mine}; update stream set sweep_at = 1 where {mine}"),
     ],
     "stream_frame: its stream does not exist": [
         ("streaming", "delete from stream where {mine}"),

@@ -88,7 +88,7 @@ async def test_no_operation_leaves_an_inconsistency(
     await claim(engine, "lost", "revoked", "expired", "claimed", "parked", "resumed", "backing_off", "delayed")
     assert await engine.find_inconsistencies() == []
     await clock.advance(seconds=100_000)
-    await parts_of(engine).retention.trim()
+    await parts_of(engine).retention.trim_batch()
     assert await engine.find_inconsistencies() == []
 
 

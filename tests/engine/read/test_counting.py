@@ -114,7 +114,7 @@ async def test_every_transition_is_counted(
     await engine.cancel_execution(execution_id=handle.execution_id, reason="enough")
     await are(cancelled=1)
     await clock.advance(seconds=DAY + 1)
-    await parts_of(engine).retention.trim()
+    await parts_of(engine).retention.trim_batch()
     await are()
 
 
@@ -264,7 +264,7 @@ async def test_executions_ended_by_an_older_version_are_counted(
     assert await engine.find_inconsistencies() == []
     await clock.advance(seconds=DAY + 1)
     await given.completed()
-    assert await parts_of(engine).retention.trim() == 5
+    assert (await parts_of(engine).retention.trim_batch()).done == 5
     assert await counted(engine) == {"completed": 1}
 
 
@@ -315,7 +315,7 @@ async def test_what_a_trim_leaves_of_an_entry_is_counted(
         ids = [uuid_of(run.execution_id) for run in runs[:held]]
         async with connection.transaction():
             await connection.execute("select from execution where execution_id = any($1::uuid[]) for update", ids)
-            await parts_of(engine).retention.trim()
+            await parts_of(engine).retention.trim_batch()
             assert await miscounts(engine, connection) == []
             assert await counted(engine) == ({"completed": held} if held else {})
         # The ids that are left may be in another order than the queues were.

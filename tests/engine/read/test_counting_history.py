@@ -128,7 +128,7 @@ class History:
         await parts_of(engine).delays.promote_due()
         await parts_of(engine).timeouts.expire_due()
         await parts_of(engine).suspension_timeouts.expire_due()
-        await parts_of(engine).retention.trim()
+        await parts_of(engine).retention.trim_batch()
 
 
 @pytest.mark.parametrize("seed", range(4 if IS_WHOLE else 1))

@@ -125,7 +125,7 @@ async def test_only_a_completed_execution_has_a_result(engine: Engine, given: Gi
     kept = await given.completed(result=b"kept", policy=policy, lane_id="other")
     assert await engine.get_execution_result(kept) == b"kept"
     await clock.advance(seconds=1)
-    await parts_of(engine).retention.trim()
+    await parts_of(engine).retention.trim_batch()
     assert await engine.get_execution_result(kept) is None
 
 

@@ -109,6 +109,21 @@ async def test_the_stream_policy_of_the_execution_is_stored_with_the_stream(
     assert {name: row[name] for name in policy} == policy
 
 
+async def test_a_stream_that_begins_under_a_later_lease_has_the_id_of_its_attempt(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
+    first = await given.claimed()
+    await engine.hand_back(first)
+    resumed = (await given.claim()).handle
+    begun = await clock.advance(ms=5)
+    await append(engine, resumed)
+    await clock.advance(ms=5)
+    await append(engine, resumed)
+    row = await stored(rows, resumed)
+    assert (row["attempt_id"], row["created_at"]) == (first.attempt_id, begun)
+    assert row["attempt_id"] == resumed.attempt_id != resumed.lease_id
+
+
 async def test_a_retry_starts_a_stream_of_its_own(engine: Engine, given: Given, clock: Clock, rows: Rows) -> None:
     first = await given.backing_off(delay_ms=0)
     # The attempt failed without a frame: it has no stream.

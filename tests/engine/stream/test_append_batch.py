@@ -454,7 +454,8 @@ async def test_no_frame_of_a_released_lease_follows_one_of_the_next_lease(
     for nth in rounds(20, whole=400):
         calls = [append(engine, handle) for handle in handles]
         tasks = [asyncio.create_task(call) for call in (*calls, append(engine, current, b"%d" % current.lease_epoch))]
-        await asyncio.sleep(nth % 10 / 2000)
+        for _ in range(nth % 10 * 5):
+            await asyncio.sleep(0)
         await other.hand_back(current)
         (again,) = await claim(engine, "victim", lease_ttl_ms=600_000, max_wait_ms=10_000)
         current = again.handle

@@ -12,7 +12,7 @@ from creates import new
 from engine.ends import TTL_MS, WAYS, Scene
 from engine.grants import issue_reclaim_grant, reclaim
 from engine.state import all_cases, claim, refused, revoke
-from engine.stream.writing import append, live, payloads, read, refused_unwritten, stored
+from engine.stream.writing import append, live, parked, payloads, read, refused_unwritten, stored
 from engine.waits import rewriting, suspend_args
 from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.db import session as sessions
@@ -251,6 +251,7 @@ async def test_the_reclaim_of_a_revoked_lease_closes_the_stream(
     row = await stored(rows, first)
     now = await clock.now()
     assert (row["closed_reason"], row["closed_at"], row["expires_at"]) == ("reclaimed", now, now + 5_000)
+    assert row["released_epoch"] == first.lease_epoch
     await append(engine, second.handle)
     await revoke(connection, first.execution_id)
     assert await claim(engine) == []
@@ -319,6 +320,22 @@ async def test_a_closed_stream_expires_after_the_time_of_its_policy(
     assert (list(found.frames), found.closed_reason) == ([], ClosedReason.ATTEMPT_SUCCESS)
 
 
+async def test_a_stream_is_closed_no_earlier_than_its_last_frame_although_the_clock_steps_back(
+    engine: Engine, given: Given, clock: Clock
+) -> None:
+    handle = await given.claimed(policy={"stream_policy": {"retention_ttl_ms": 60_000}})
+    await append(engine, handle)
+    written = await clock.now()
+    await clock.advance(seconds=-10)
+    await engine.complete(handle, b"")
+    assert (await read(engine, handle)).closed_at == written
+    # Its frames are kept for the time of the policy from then on.
+    await clock.advance(seconds=69)
+    assert await payloads(engine, handle) == [b"x"]
+    await clock.advance(seconds=1)
+    assert await payloads(engine, handle) == []
+
+
 # Waking, and other streams.
 
 
@@ -348,6 +365,31 @@ async def test_closing_wakes_the_tails_of_other_engines(
     assert {each.closed_reason for each in found} == {
         ClosedReason.ATTEMPT_SUCCESS if end == "complete" else ClosedReason.LEASE_EXPIRED
     }
+
+
+@pytest.mark.usefixtures("hints_only", "scans_are_free")
+@pytest.mark.parametrize("path", ["claim", "supervised"])
+async def test_the_reclaim_of_a_revoked_lease_wakes_the_tails_of_other_engines(
+    engines: Engines, given: Given, connection: asyncpg.Connection, eventually: Eventually, path: str
+) -> None:
+    handle = await given.claimed(lease_ttl_ms=600_000, policy={"max_reclaim_count": 1})
+    outcome = await append(given.engine, handle)
+    engine, other = given.engine, await engines()
+    waiting = [
+        asyncio.create_task(each.tail_stream(handle.execution_id, 0, after=outcome.stream_id, block_ms=30_000))
+        for each in (engine, other)
+    ]
+    for each in (engine, other):
+        await parked(each, 1, eventually)
+    await revoke(connection, handle.execution_id)
+    if path == "supervised":
+        await issue_reclaim_grant(engine, handle.execution_id)
+        assert isinstance(await reclaim(engine, handle.execution_id), ClaimedExecution)
+    else:
+        assert len(await claim(engine)) == 1
+    async with asyncio.timeout(10):
+        found = await asyncio.gather(*waiting)
+    assert [each.closed_reason for each in found] == [ClosedReason.RECLAIMED] * 2
 
 
 async def test_a_locked_stream_delays_only_the_end_of_its_own_execution(

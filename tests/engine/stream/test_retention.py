@@ -2,11 +2,12 @@
 
 import asyncio
 from typing import Any
+from uuid import uuid4
 
 import asyncpg
 import pytest
 
-from engine.stream.writing import STREAM_TABLES, append, live, patch, payloads, stored, stored_frames
+from engine.stream.writing import STREAM_TABLES, append, live, patch, payloads, read, stored, stored_frames
 from engine.waits import rewriting
 from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
@@ -15,6 +16,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.engine.stream import expire
 from flowfabric.model import open_stream
 from flowfabric.model.handle import Handle
+from flowfabric.model.stream import StreamFrames
 from flowfabric.reconcile.due import read_due
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.reconcile.sweeps import SWEEPS
@@ -53,72 +55,102 @@ async def test_streams_are_deleted_with_their_execution(engine: Engine, given: G
     await patch(engine, kept, "{}")
     assert await counts(rows) == [3, 3, 2]
     await clock.advance(ms=DAY_MS)
-    assert await parts_of(engine).retention.trim() == 1
+    assert (await parts_of(engine).retention.trim_batch()).done == 1
     assert await counts(rows) == [1, 1, 1]
     assert await payloads(engine, kept) == [b"{}"]
     assert (await payloads(engine, first), await engine.read_summary(first.execution_id, 0)) == ([], None)
 
 
-async def test_frames_are_counted_before_a_trim_only_if_there_are_streams(
-    engine: Engine, given: Given, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-    store = parts_of(engine).store
-    fetch = store.fetch
-
-    async def record(statement: Any, **values: Any) -> Any:
-        seen.append(statement.name)
-        return await fetch(statement, **values)
-
-    async def trimmed() -> list[str]:
-        await given.completed()
-        await clock.advance(ms=DAY_MS)
-        seen.clear()
-        with monkeypatch.context() as recording:
-            recording.setattr(store, "fetch", record)
-            await parts_of(engine).retention.trim_batch()
-        return seen[:]
-
-    assert await trimmed() == ["read_frames_to_trim", "take_retained"]
-    assert await trimmed() == ["take_retained"]
-    handle = await given.claimed(lease_ttl_ms=10 * DAY_MS)
-    await append(engine, handle)
-    assert await trimmed() == ["take_retained"]
-    assert await trimmed() == ["read_frames_to_trim", "take_retained"]
-
-
-async def test_an_execution_with_many_frames_is_deleted_in_batches(
+async def test_executions_are_deleted_with_as_many_frames_as_fit_in_a_batch(
     engine: Engine, given: Given, clock: Clock, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "FRAME_LIMIT", 100)
     plain = [await given.completed() for _ in range(2)]
-    for frames in (39, 39, 39, 300, 0):
+    for frames in (39, 59, 0, 60, 99, 0):
         await ended(engine, given, frames)
+        # More than the margin of the watermark, so that one that is moved too far hides the executions that are left.
+        await clock.advance(seconds=1)
     await clock.advance(ms=DAY_MS)
-    trims = [await parts_of(engine).retention.trim_batch() for _ in range(7)]
+    trims = [await parts_of(engine).retention.trim_batch() for _ in range(5)]
     assert [(trim.done, trim.is_full) for trim in trims] == [
-        # Those without frames, and two with 40 frames each.
+        # Those without frames, and two with 100 frames together.
         (len(plain) + 2, True),
+        (2, True),
         (1, True),
-        # 301 frames of one execution; then it and the last one have few enough.
-        (0, True),
-        (0, True),
-        (0, True),
-        (2, False),
+        (1, False),
         (0, False),
     ]
     assert await counts(rows) == [0, 0, 0]
+    assert await rows.of("retained") == []
 
 
-async def test_a_half_deleted_stream_has_no_visible_frame(
+async def test_the_frames_of_a_long_stream_are_hidden_and_deleted_before_its_execution(
     engine: Engine, given: Given, clock: Clock, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "FRAME_LIMIT", 100)
-    handle = await ended(engine, given, 300)
+    for module in (retention, expire):
+        monkeypatch.setattr(module, "FRAME_LIMIT", 100)
+    long = await ended(engine, given, 300)
+    short = await ended(engine, given)
     await clock.advance(ms=DAY_MS)
-    assert (await parts_of(engine).retention.trim_batch()).is_full
-    assert len(await stored_frames(rows, handle)) == 201
-    assert await payloads(engine, handle) == []
+    trims = [await parts_of(engine).retention.trim_batch() for _ in range(2)]
+    assert [(trim.done, trim.is_full) for trim in trims] == [(1, True), (0, False)]
+    assert await rows.of("execution", execution_id=uuid_of(short.execution_id)) == []
+    assert (len(await stored_frames(rows, long)), await payloads(engine, long)) == (301, [])
+    assert await has_due_streams(engine)
+    sweeps = [await parts_of(engine).stream_expiry.sweep_batch() for _ in range(4)]
+    assert [(sweep.done, sweep.is_full) for sweep in sweeps] == [(0, True), (0, True), (0, True), (1, False)]
+    assert await counts(rows) == [1, 0, 1]
+    assert (await parts_of(engine).retention.trim_batch()).done == 1
+    assert await counts(rows) == [0, 0, 0]
+    assert not await has_due_streams(engine)
+
+
+async def test_executions_that_wait_for_the_deletion_of_their_frames_are_still_counted_by_queue(
+    engine: Engine, given: Given, clock: Clock, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "FRAME_LIMIT", 1)
+    handles = [
+        await given.claimed(lane_id=lane, lease_ttl_ms=600_000, execution_id=f"{{fp:1}}:{uuid4()}")
+        for lane in ("one", "other")
+    ]
+    for handle in handles:
+        await asyncio.gather(*(append(engine, handle) for _ in range(2)))
+    await engine.complete_many([(handle, b"") for handle in handles])
+    await clock.advance(ms=DAY_MS)
+    before = await rows.of("retained")
+    assert [len(row["queue_nos"]) for row in before] == [2]
+    assert (await parts_of(engine).retention.trim_batch()).done == 0
+    assert await rows.of("retained") == before
+
+
+async def test_several_long_streams_of_an_execution_are_deleted(
+    engine: Engine, given: Given, clock: Clock, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (retention, expire):
+        monkeypatch.setattr(module, "FRAME_LIMIT", 100)
+    retry = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
+    handle = await given.claimed(policy=retry)
+    await asyncio.gather(*(append(engine, handle) for _ in range(60)))
+    await engine.fail(handle, reason="no luck")
+    handle = (await given.claim()).handle
+    await asyncio.gather(*(append(engine, handle) for _ in range(60)))
+    await engine.complete(handle, b"")
+    await clock.advance(ms=DAY_MS)
+    await Reconciler(engine).catch_up()
+    assert await counts(rows) == [0, 0, 0]
+    assert await rows.of("execution") == []
+
+
+async def test_an_id_whose_execution_is_deleted_can_be_used_again_with_an_empty_stream(
+    engine: Engine, given: Given, clock: Clock
+) -> None:
+    old = await ended(engine, given, 3)
+    await clock.advance(ms=DAY_MS)
+    assert (await parts_of(engine).retention.trim_batch()).done == 1
+    new = await given.claimed(execution_id=old.execution_id)
+    assert (await append(engine, new, b"new")).frame_count == 1
+    assert await payloads(engine, new) == [b"new"]
+    assert await engine.read_summary(new.execution_id, 0) is None
 
 
 async def test_a_locked_execution_with_many_frames_does_not_stop_the_retention_of_others(
@@ -131,19 +163,15 @@ async def test_a_locked_execution_with_many_frames_does_not_stop_the_retention_o
 ) -> None:
     monkeypatch.setattr(retention, "FRAME_LIMIT", 100)
     held = await ended(engine, given, 300)
-    others = [await ended(engine, given, 60) for _ in range(2)]
+    for _ in range(2):
+        await ended(engine, given, 60)
     await clock.advance(ms=DAY_MS)
     async with rewriting(connection, "execution", held.execution_id):
-        trims = [await parts_of(engine).retention.trim_batch() for _ in range(4)]
-        assert [(trim.done, trim.is_full) for trim in trims] == [(0, True), (1, True), (1, False), (0, False)]
+        trims = [await parts_of(engine).retention.trim_batch() for _ in range(3)]
+        assert [(trim.done, trim.is_full) for trim in trims] == [(1, True), (1, False), (0, False)]
     assert [str(row["execution_id"]) for row in await rows.of("execution")] == [uuid_of(held.execution_id)]
-    assert len(others) == 2
-    assert len(await stored_frames(rows, held)) == 301
-    async with rewriting(connection, "execution", held.execution_id):
-        # Fits the limit by itself.
-        monkeypatch.setattr(retention, "FRAME_LIMIT", 1_000)
-        trim = await parts_of(engine).retention.trim_batch()
-        assert (trim.done, trim.is_full) == (0, False)
+    assert await counts(rows) == [1, 301, 1]
+    assert len(await payloads(engine, held)) == 301
 
 
 async def test_frames_of_executions_that_are_kept_are_not_deleted(
@@ -157,6 +185,7 @@ async def test_frames_of_executions_that_are_kept_are_not_deleted(
     while (await parts_of(engine).retention.trim_batch()).is_full:
         pass
     assert await rows.of("execution", execution_id=uuid_of(old.execution_id)) == []
+    assert await counts(rows) == [1, 2, 1]
     assert len(await payloads(engine, young)) == 2
 
 
@@ -173,9 +202,10 @@ async def test_frames_that_cannot_be_deleted_do_not_stop_the_retention_of_others
             when (old.execution_id = '{uuid_of(poisoned.execution_id)}') execute function refuse()"""
     )
     await clock.advance(ms=DAY_MS)
-    assert await parts_of(engine).retention.trim() == len(others)
+    assert (await parts_of(engine).retention.trim_batch()).done == len(others)
     assert [str(row["execution_id"]) for row in await rows.of("execution")] == [uuid_of(poisoned.execution_id)]
     assert len(await stored_frames(rows, poisoned)) == 2
+    assert await counts(rows) == [1, 2, 1]
 
 
 # Expired streams.
@@ -223,7 +253,7 @@ async def trim_as_the_previous_version(engine: Engine, connection: asyncpg.Conne
     """Delete the executions past their retention, but not their streams."""
     for table in STREAM_TABLES:
         await connection.execute(f"create temp table kept_{table} as select * from {table}")
-    assert await parts_of(engine).retention.trim()
+    assert (await parts_of(engine).retention.trim_batch()).done
     for table in STREAM_TABLES:
         await connection.execute(f"insert into {table} select * from kept_{table} on conflict do nothing")
 
@@ -237,18 +267,24 @@ async def test_streams_of_executions_that_the_previous_version_deleted_are_delet
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(expire, "FRAME_LIMIT", 4)
-    for _ in range(2):
-        await ended(engine, given, 5)
+    deleted = [await ended(engine, given, 5) for _ in range(2)]
     running = await given.claimed(lease_ttl_ms=10 * DAY_MS)
     await patch(engine, running, "{}")
     await clock.advance(ms=DAY_MS)
     await trim_as_the_previous_version(engine, connection)
     assert await counts(rows) == [3, 13, 3]
+    for handle in deleted:
+        assert await read(engine, handle) == StreamFrames(frames=[])
+        assert await engine.read_summary(handle.execution_id, 0) is None
     assert not await has_due_streams(engine)
     await clock.advance(ms=DAY_MS // 24)
     assert await has_due_streams(engine)
+    assert await engine.find_inconsistencies() == []
+    await clock.advance(ms=DAY_MS // 24)
+    found = {(one.execution_id, one.problem) for one in await engine.find_inconsistencies()}
+    assert found == {(handle.execution_id, "stream: its execution does not exist") for handle in deleted}
     await stream_expiry(engine).catch_up()
-    # A stream of an execution that exists stays as it is, until it is looked at again.
+    # A stream of an execution that exists stays as it is.
     assert await counts(rows) == [1, 1, 1]
     assert await payloads(engine, running) == [b"{}"]
     assert not await has_due_streams(engine)

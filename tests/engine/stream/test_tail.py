@@ -19,7 +19,7 @@ from flowfabric.model.handle import Handle
 from flowfabric.model.stream import ClosedReason, Durable, FrameMode, StreamFrames, TailVisibility
 from flowfabric.settings import Settings
 
-from .reading import LIVE, SUMMARY, append, append_in_modes, ids, texts
+from .writing import SUMMARY, append_each, append_in_modes, ids, live, parked, texts
 
 BLOCK = 30_000
 _ARE_IDLE = """
@@ -27,28 +27,6 @@ select bool_and(state = 'idle') from pg_stat_activity
  where datname = current_database() and application_name = 'flowfabric'
 """
 DURABLE = TailVisibility.EXCLUDE_BEST_EFFORT
-
-
-@pytest.fixture
-def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable polling: only a notification (a hint) wakes a parked tail."""
-    monkeypatch.setattr(Tails, "RECHECK_SECONDS", 600.0)
-    monkeypatch.setattr(Tails, "POLL_SECONDS", (600.0, 600.0))
-
-
-async def parked(engine: Engine, count: int, eventually: Eventually) -> None:
-    """Wait until this many tails are parked: in progress, not woken, and without a connection."""
-    parts = parts_of(engine)
-
-    def are_parked() -> bool:
-        is_ready = parts.wakeups.hints.is_listening or not engine.settings.listen
-        woken = [event for events in parts.wakeups.streams._events.values() for event in events if event.is_set()]
-        free = parts.store.database._slots._value
-        return (
-            is_ready and parts.tails._operations == count and not woken and free == engine.settings.database_pool_size
-        )
-
-    await eventually(are_parked)
 
 
 def tail(engine: Engine, handle: Handle, **arguments: Any) -> "asyncio.Task[StreamFrames]":
@@ -60,7 +38,7 @@ def tail(engine: Engine, handle: Handle, **arguments: Any) -> "asyncio.Task[Stre
 
 async def test_a_tail_starts_after_a_position(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed()
-    named = await append(engine, handle, "a", "b", "c")
+    named = await append_each(engine, handle, "a", "b", "c")
     now = await clock.now()
     for after, expected in {
         "0-0": "abc",
@@ -84,9 +62,9 @@ async def test_hidden_frames_do_not_fill_a_page(engine: Engine, given: Given) ->
     handle = await given.claimed()
     frames = [(f"durable {at}", Durable()) for at in range(6)]
     for at, frame in enumerate(frames):
-        await append_in_modes(engine, handle, [(f"live {at}.{nth}", LIVE) for nth in range(5)])
+        await append_in_modes(engine, handle, [(f"live {at}.{nth}", live()) for nth in range(5)])
         await append_in_modes(engine, handle, [frame])
-    await append(engine, handle, "{}", mode=SUMMARY)
+    await append_each(engine, handle, "{}", mode=SUMMARY)
     found = await engine.tail_stream(handle.execution_id, 0, count_limit=4, visibility=DURABLE)
     assert texts(found) == [f"durable {at}" for at in range(4)]
     rest = await engine.tail_stream(
@@ -104,17 +82,17 @@ async def test_hidden_frames_do_not_end_a_wait(engine: Engine, given: Given, eve
     waiting = tail(engine, handle, visibility=DURABLE)
     await parked(engine, 1, eventually)
     for at in range(20):
-        await append(engine, handle, f"live {at}", mode=LIVE)
+        await append_each(engine, handle, f"live {at}", mode=live())
     await parked(engine, 1, eventually)
     assert not waiting.done()
-    await append(engine, handle, "kept")
+    await append_each(engine, handle, "kept")
     async with asyncio.timeout(10):
         assert texts(await waiting) == ["kept"]
 
 
 async def test_without_a_wait_a_tail_returns_at_once(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
-    await append(engine, handle, "a")
+    await append_each(engine, handle, "a")
     assert await engine.tail_stream(handle.execution_id, 0, after="9999999999999-0") == StreamFrames(frames=[])
     # Only a tail that waits listens for hints.
     assert not parts_of(engine).wakeups.hints.is_listening
@@ -131,10 +109,32 @@ async def test_an_append_at_any_time_wakes_a_tail(engines: Engines, engine: Engi
         # The append comes before the first query, during it, or well into the wait.
         for _ in range(at * at):
             await asyncio.sleep(0)
-        (after,) = await append(writer, handle, f"{at}")
+        (after,) = await append_each(writer, handle, f"{at}")
         async with asyncio.timeout(10):
             found = await waiting
         assert (ids(found), texts(found)) == ([after], [f"{at}"])
+
+
+@pytest.mark.usefixtures("hints_only")
+async def test_a_frame_that_is_appended_between_the_query_and_the_wait_is_returned(
+    engine: Engine, given: Given, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = await given.claimed()
+    hints = parts_of(engine).wakeups.hints
+    hints.start_listening()
+    # Its beginning wakes every tail.
+    await eventually(lambda: hints.is_listening)
+    fetch, appended = Database.fetch, list[str]()
+
+    async def append_after_the_query(database: Database, statement: Statement, *arguments: Any, **options: Any) -> Any:
+        found = await fetch(database, statement, *arguments, **options)
+        if statement.name == "list_frames" and not appended:
+            appended.extend(await append_each(engine, handle, "late"))
+        return found
+
+    monkeypatch.setattr(Database, "fetch", append_after_the_query)
+    async with asyncio.timeout(10):
+        assert ids(await tail(engine, handle)) == appended
 
 
 @pytest.mark.usefixtures("hints_only")
@@ -143,7 +143,7 @@ async def test_closing_wakes_a_tail(
     engines: Engines, engine: Engine, given: Given, clock: Clock, eventually: Eventually, writers: str
 ) -> None:
     handle = await given.claimed()
-    (last,) = await append(engine, handle, "a")
+    (last,) = await append_each(engine, handle, "a")
     writer = engine if writers == "same process" else await engines()
     waiting = tail(engine, handle, after=last)
     await parked(engine, 1, eventually)
@@ -161,7 +161,7 @@ async def test_closing_wakes_a_tail(
 @pytest.mark.usefixtures("hints_only")
 async def test_a_tail_that_times_out_returns_no_frames(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
-    (last,) = await append(engine, handle, "a")
+    (last,) = await append_each(engine, handle, "a")
     began = time.monotonic()
     assert await engine.tail_stream(handle.execution_id, 0, after=last, block_ms=150) == StreamFrames(frames=[])
     assert time.monotonic() - began >= 0.15
@@ -173,13 +173,13 @@ async def test_many_tails_park_on_a_small_pool(
 ) -> None:
     small = await engines(database_pool_size=4)
     handle = await given.claimed()
-    (last,) = await append(small, handle, "a")
+    (last,) = await append_each(small, handle, "a")
     waiting = [tail(small, handle, after=last) for _ in range(count)]
     await parked(small, count, eventually)
     await eventually(lambda: connection.fetchval(_ARE_IDLE))
 
     began = time.monotonic()
-    (named,) = await append(small, handle, "b")
+    (named,) = await append_each(small, handle, "b")
     assert time.monotonic() - began < 2
     found = await asyncio.gather(*waiting)
     assert time.monotonic() - began < 2
@@ -200,7 +200,7 @@ async def test_tails_that_are_woken_together_leave_connections_for_others(
     small = await engines(database_pool_size=4)
     database = parts_of(small).store.database
     handle = await given.claimed()
-    (last,) = await append(small, handle, "a")
+    (last,) = await append_each(small, handle, "a")
     waiting = [tail(small, handle, after=last) for _ in range(50)]
     await parked(small, 50, eventually)
     parts_of(small).wakeups.streams.wake_all()
@@ -209,7 +209,7 @@ async def test_tails_that_are_woken_together_leave_connections_for_others(
         await asyncio.sleep(0)
         most = max(most, len(database._used))
     assert most == 2
-    await append(small, handle, "b")
+    await append_each(small, handle, "b")
     assert [texts(each) for each in await asyncio.gather(*waiting)] == [["b"]] * 50
 
 
@@ -218,7 +218,7 @@ async def test_one_connection_is_enough(engines: Engines, given: Given, eventual
     handle = await given.claimed()
     waiting = [tail(single, handle) for _ in range(5)]
     await parked(single, 5, eventually)
-    await append(single, handle, "a")
+    await append_each(single, handle, "a")
     async with asyncio.timeout(10):
         assert [texts(each) for each in await asyncio.gather(*waiting)] == [["a"]] * 5
 
@@ -230,7 +230,7 @@ async def test_an_engine_that_does_not_listen_polls(
     deaf, writer = await engines(listen=False), await engines(listen=False)
     handle = await given.claimed()
     waiting = tail(deaf, handle)
-    await append(writer, handle, "a")
+    await append_each(writer, handle, "a")
     async with asyncio.timeout(10):
         assert texts(await waiting) == ["a"]
 
@@ -244,7 +244,7 @@ async def test_a_tail_finds_a_frame_whose_hint_was_lost(
     handle = await given.claimed()
     waiting = tail(engine, handle)
     await parked(engine, 1, eventually)
-    await append(silent, handle, "a")
+    await append_each(silent, handle, "a")
     async with asyncio.timeout(10):
         assert texts(await waiting) == ["a"]
 
@@ -257,7 +257,7 @@ async def test_a_frame_whose_hint_was_lost_is_returned_at_the_end_of_the_wait(
     handle = await given.claimed()
     waiting = tail(engine, handle, block_ms=1_500)
     await parked(engine, 1, eventually)
-    await append(silent, handle, "a")
+    await append_each(silent, handle, "a")
     assert texts(await waiting) == ["a"]
 
 
@@ -305,7 +305,7 @@ async def test_more_calls_at_once_than_the_limit_are_refused(
     waiting[0].cancel()
     await asyncio.gather(waiting[0], return_exceptions=True)
     assert (await limited.read_stream(handle.execution_id, 0)).frames == []
-    await append(limited, handle, "a")
+    await append_each(limited, handle, "a")
     async with asyncio.timeout(10):
         assert texts(await waiting[1]) == ["a"]
 
@@ -349,7 +349,7 @@ async def test_a_cancelled_tail_leaves_nothing_behind(engine: Engine, given: Giv
     await asyncio.gather(*waiting, return_exceptions=True)
     parts = parts_of(engine)
     assert (parts.tails._operations, parts.wakeups.streams._events) == (0, {})
-    await append(engine, handle, "a")
+    await append_each(engine, handle, "a")
     assert texts(await engine.tail_stream(handle.execution_id, 0, block_ms=BLOCK)) == ["a"]
 
 
@@ -373,7 +373,7 @@ async def test_readers_in_parallel_see_every_frame_once_and_in_order(
 
     reading = [asyncio.create_task(read()) for _ in range(readers)]
     for first in range(0, count, 10):
-        await asyncio.gather(*(append(writer, handle, f"{first + nth}") for nth in range(10)))
+        await asyncio.gather(*(append_each(writer, handle, f"{first + nth}") for nth in range(10)))
     await writer.complete(handle, b"")
     async with asyncio.timeout(60):
         assert await asyncio.gather(*reading) == [[f"{at}" for at in range(count)]] * readers

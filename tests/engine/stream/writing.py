@@ -1,11 +1,12 @@
-"""Frames, and the stored rows of streams, for the tests of writers."""
+"""For tests of streams: frames, what readers see of them, stored rows, and waiting readers."""
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
 from engine.state import refused
-from fixtures import Rows, uuid_of
+from fixtures import Eventually, Rows, uuid_of
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
 from flowfabric.model.stream import (
@@ -16,6 +17,7 @@ from flowfabric.model.stream import (
     Frame,
     StreamFrame,
     StreamFrames,
+    StreamMode,
 )
 
 SUMMARY = DurableSummary()
@@ -33,9 +35,30 @@ async def append(engine: Engine, handle: Handle, data: bytes | str = b"x", **fie
     return await engine.append_frame(handle, Frame(bytes=payload, **fields))
 
 
+async def append_each(engine: Engine, handle: Handle, *data: str | bytes, **fields: Any) -> list[str]:
+    """Append frames one after the other; return their ids."""
+    return [(await append(engine, handle, each, **fields)).stream_id for each in data]
+
+
+async def append_in_modes(engine: Engine, handle: Handle, frames: Iterable[tuple[str, StreamMode]]) -> None:
+    """Append frames of different modes."""
+    for text, mode in frames:
+        await append(engine, handle, text, mode=mode)
+
+
 async def patch(engine: Engine, handle: Handle, text: str) -> AppendFrameOutcome:
     """Append one patch to the summary."""
     return await append(engine, handle, text, mode=SUMMARY)
+
+
+def texts(found: StreamFrames) -> list[str]:
+    """The payloads of frames as text."""
+    return [frame.text for frame in found.frames]
+
+
+def ids(found: StreamFrames) -> list[str]:
+    """The ids of frames."""
+    return [frame.id for frame in found.frames]
 
 
 async def read(engine: Engine, handle: Handle) -> StreamFrames:
@@ -76,3 +99,18 @@ async def refused_unwritten(rows: Rows, call: Awaitable[object], code: str, deta
 def code_of(answer: object) -> object:
     """The code of a refusal, or the answer itself."""
     return answer.code if isinstance(answer, EngineError) else answer
+
+
+async def parked(engine: Engine, count: int, eventually: Eventually) -> None:
+    """Wait until this many tails are parked: in progress, not woken, and without a connection."""
+    parts = parts_of(engine)
+
+    def are_parked() -> bool:
+        is_ready = parts.wakeups.hints.is_listening or not engine.settings.listen
+        woken = [event for events in parts.wakeups.streams._events.values() for event in events if event.is_set()]
+        free = parts.store.database._slots._value
+        return (
+            is_ready and parts.tails._operations == count and not woken and free == engine.settings.database_pool_size
+        )
+
+    await eventually(are_parked)

@@ -3,8 +3,8 @@
 
 create type frame_mode as enum ('durable', 'summary', 'best_effort');
 
--- The stream of one attempt; its first frame creates it. The bit 4 of execution.attached says that the latest attempt has a
--- stream that the end of the attempt changes: an open one, or one that a lost lease has closed, which a reclaim closes again.
+-- The stream of one attempt; its first frame creates it. The bit 4 of execution.attached: ending the attempt must update its
+-- stream (open, or closed as lease_expired).
 create table stream (
   partition_key       smallint not null,
   execution_id        uuid     not null,
@@ -37,7 +37,7 @@ create table stream (
   closed_reason       text,
   -- When all frames are hidden.
   expires_at          bigint,
-  -- When the stream is looked at for frames and rows to delete. It is not raised with every append, because it is indexed.
+  -- When the stream is swept for frames and rows to delete. It is not raised with every append, because it is indexed.
   sweep_at            bigint   not null,
   constraint stream_pkey primary key (partition_key, execution_id, attempt_index),
   constraint stream_closed_has_reason check ((closed_at is null) = (closed_reason is null))

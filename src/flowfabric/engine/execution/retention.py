@@ -15,7 +15,7 @@ SQL = statements_beside(__file__)
 
 TRIM_LIMIT = 2000
 FRAME_LIMIT = 20_000
-"""The most frames that one trim deletes, except those of a single execution."""
+"""The most frames that one batch deletes."""
 PURGE_LIMIT = 1000
 GRANT_MEMORY_MS = 10 * MAX_GRANT_TTL_MS
 """How long an expired grant is kept, so that its worker gets `claim_grant_expired` instead of "no grant"."""
@@ -27,47 +27,30 @@ class Retention:
     def __init__(self, store: Store, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
         self._store = store
-        self._has_streams = True
-        """Whether there were streams at the last trim."""
-
-    async def trim(self, limit: int = TRIM_LIMIT) -> int:
-        """Delete ended executions past their retention, the oldest first; return how many."""
-        return (await self.trim_batch(limit)).done
 
     async def trim_batch(self, limit: int = TRIM_LIMIT) -> SweepResult:
-        """Do one batch of `trim`: as many executions as have few enough frames together.
+        """Delete ended executions past their retention, the oldest first; the result counts them.
 
-        If the first one has too many, some of its frames are deleted instead.
+        The frames of an execution with more than FRAME_LIMIT are deleted by the sweep of streams before.
         """
         watermark = self._store.retained_watermark
         since = watermark.since
-        is_cut = False
+        has_more = False
 
-        async def take(*, only: Sequence[UUID | str] | None, skipped: Sequence[UUID]) -> Record:
-            (row,) = await self._store.fetch(SQL.take_retained, since=since, only=only, skipped=skipped, limit=limit)
+        async def take(*, only: Sequence[str] | None, skipped: Sequence[UUID]) -> Record:
+            nonlocal has_more
+            (row,) = await self._store.fetch(
+                SQL.take_retained, since=since, only=only, skipped=skipped, limit=limit, frames=FRAME_LIMIT
+            )
+            has_more = row["has_more"]
             return row
 
         async def batch(skipped: Sequence[UUID]) -> int:
-            nonlocal is_cut
-            only: Sequence[UUID] | None = None
-            is_cut = False
-            if self._has_streams:
-                (frames,) = await self._store.fetch(
-                    SQL.read_frames_to_trim, since=since, skipped=skipped, limit=limit, frames=FRAME_LIMIT
-                )
-                is_cut = frames["is_cut"]
-                if is_cut and not frames["fitting_ids"]:
-                    await self._trim_frames(frames["next_partition"], frames["next_id"])
-                    return 0
-                only = frames["fitting_ids"] if is_cut else None
-            row = await take(only=only, skipped=skipped)
-            self._has_streams = row["has_streams"]
-            if not skipped and not is_cut:
+            row = await take(only=None, skipped=skipped)
+            if not skipped and not has_more:
                 # Not raised above skipped items: it would hide them when their pause is over.
                 watermark.move_to(row["reached"])
             trimmed: int = row["trimmed"]
-            # Without progress the rest waits for the next pass: the rows are locked.
-            is_cut = is_cut and trimmed > 0
             return trimmed
 
         async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
@@ -80,16 +63,8 @@ class Retention:
             return trimmed
 
         trimmed = await self.quarantine.sweep_by_halves(batch, list_due, trim_items, limit=limit)
-        return SweepResult(trimmed, is_full=is_cut or trimmed >= limit)
-
-    async def _trim_frames(self, partition_key: int, execution_id: UUID) -> None:
-        """Delete some frames of an execution that has too many to be deleted at once."""
-        (row,) = await self._store.fetch(
-            SQL.take_ended_frames, partition_key=partition_key, execution_id=execution_id, frames=FRAME_LIMIT
-        )
-        if not row["deleted"]:
-            # The next batch skips it.
-            self.quarantine.failed(format_execution_id(partition_key, execution_id), "it is locked by another session")
+        # Without progress the rest waits for the next pass: its frames are deleted before, or its rows are locked.
+        return SweepResult(trimmed, is_full=trimmed >= limit or (has_more and trimmed > 0))
 
     async def purge_keys(self) -> int:
         """Delete expired idempotency keys of submissions, suspends and signals; return how many."""

@@ -1,7 +1,9 @@
 -- name: take_retained
 -- Deletes ended executions past their retention and all their rows, the oldest after :since first: only those in :only
--- unless that is null, and none of :skipped. Returns how many, the time up to which none is left except locked and skipped ones,
--- and whether there are streams. Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
+-- unless that is null, none of :skipped, and as many as have :frames frames together. One with more frames than that is left: its
+-- frames are hidden, and its streams are due for the sweep that deletes hidden frames. Returns how many were deleted, whether some
+-- were left because of their frames (has_more), and otherwise the time up to which none is left except locked and skipped ones.
+-- Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
 with clock as materialized (select ff_now() as now),
 -- Whole rows of retained until :limit executions are reached, each locked as it is read; later rows are not locked.
 batch as materialized (
@@ -20,7 +22,7 @@ batch as materialized (
    where r.nth = 1
 ),
 member as materialized (
-  select b.tid as batch_tid, b.ended_at, b.partition_key, m.execution_id, h.tid
+  select b.tid as batch_tid, b.ended_at, b.partition_key, m.execution_id, h.tid, row_number() over () as nth
     from batch b
    cross join lateral unnest(b.execution_ids) as m(execution_id)
     left join lateral (
@@ -30,9 +32,32 @@ member as materialized (
             and m.execution_id <> all(:skipped) and (:only is null or m.execution_id = any(:only))
             for update skip locked) h on true
 ),
+-- Those with frames. The number of the oldest stored frame of a stream tells how many there are at most. Skipped entirely if there
+-- are no streams.
+counted as materialized (
+  select m.nth, m.partition_key, m.execution_id, f.frames > :frames::bigint as is_long,
+         f.frames <= :frames and sum(f.frames) filter (where f.frames <= :frames) over (order by m.nth) <= :frames as fits
+    from member m
+   cross join lateral (
+         select sum(s.frame_count + 1 - o.frame_no) as frames
+           from stream s
+          cross join lateral (
+                select f.frame_no from stream_frame f
+                 where f.partition_key = s.partition_key and f.execution_id = s.execution_id and f.attempt_index = s.attempt_index
+                 order by f.ms, f.seq limit 1) o
+          where s.partition_key = m.partition_key and s.execution_id = m.execution_id) f
+   where m.tid is not null and f.frames > 0 and exists (select from stream)
+),
+hidden as (
+  update stream s set first_frame_no = s.frame_count + 1, sweep_at = least(s.sweep_at, (select now from clock))
+    from counted d
+   where d.is_long and s.first_frame_no <= s.frame_count
+     and s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id
+),
 -- By ctid: a row that has changed since the statement began is kept, for example one with a tag this snapshot lacks.
 deleted as (
-  delete from execution where ctid = any(array(select tid from member where tid is not null))
+  delete from execution where ctid = any(array(
+         select tid from member where tid is not null and nth not in (select nth from counted where not fits)))
   returning partition_key, execution_id, has_tags, terminal_outcome <> 'success' as is_listed, input_payload is null as has_large_input,
             result_payload is null and terminal_outcome = 'success' as may_have_large_result
 ),
@@ -53,7 +78,7 @@ spent as (
 left_over as (
   update retained r set execution_ids = k.execution_ids, queue_nos = null
     from (select batch_tid, array_agg(execution_id) as execution_ids from kept group by batch_tid) k
-   where r.ctid = k.batch_tid
+   where r.ctid = k.batch_tid and cardinality(k.execution_ids) < cardinality(r.execution_ids)
 ),
 inputs as (
   delete from execution_input i using deleted d
@@ -102,64 +127,7 @@ outcomes as (
                  where k.partition_key = d.partition_key and k.operation = 'suspend' and k.scope = d.execution_id offset 0) k
           where exists (select from suspension))))
 select (select count(*) from deleted) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached,
-       exists (select from stream) as has_streams;
-
--- name: read_frames_to_trim
--- Whether the executions that take_retained would delete have more than :frames frames together (is_cut); if so, the first of
--- them that fit, and the one that does not (next_id). Reads nothing but the clock if there are no streams.
-with due as materialized (
-  select r.partition_key, r.execution_id, row_number() over () as nth
-    from (select r.partition_key, r.ended_at, m.execution_id
-            from (select r.partition_key, r.execution_ids, r.ended_at from retained r
-                   where r.retain_until > :since and r.retain_until <= (select ff_now()) and not r.execution_ids <@ :skipped::uuid[]
-                   order by r.retain_until limit :limit) r
-           cross join lateral unnest(r.execution_ids) as m(execution_id)
-           where m.execution_id <> all(:skipped)
-           limit :limit) r
-   cross join lateral (
-         select from execution e
-          where e.partition_key = r.partition_key and e.execution_id = r.execution_id and e.lifecycle_phase = 'terminal'
-            and e.last_transition_at = r.ended_at limit 1) e
-   where exists (select from stream)
-),
-frame as materialized (
-  select d.nth
-    from (select * from due order by nth) d
-   cross join lateral (
-         select from stream_frame f where f.partition_key = d.partition_key and f.execution_id = d.execution_id offset 0) f
-   limit :frames::bigint + 1
-),
-total as materialized (
-  select count(*) > :frames as is_cut, max(nth) as nth from frame
-)
-select t.is_cut, array(select d.execution_id from due d where t.is_cut and d.nth < t.nth) as fitting_ids,
-       d.partition_key as next_partition, d.execution_id as next_id
-  from total t
-  left join due d on t.is_cut and d.nth = t.nth;
-
--- name: take_ended_frames
--- Hides all frames of an ended execution, and deletes up to :frames of them; returns how many.
-with ended as materialized (
-  select e.partition_key, e.execution_id from execution e
-   where e.partition_key = :partition_key and e.execution_id = :execution_id and e.lifecycle_phase = 'terminal'
-     for update skip locked
-),
-hidden as (
-  update stream s set first_frame_no = s.frame_count + 1
-    from ended e
-   where s.partition_key = any(array[e.partition_key]) and s.execution_id = e.execution_id and s.first_frame_no <= s.frame_count
-),
-deleted as (
-  delete from stream_frame
-   where ctid = any(array(
-         select f.tid
-           from ended e
-          cross join lateral (
-                select f.ctid as tid from stream_frame f
-                 where f.partition_key = e.partition_key and f.execution_id = e.execution_id
-                 order by f.attempt_index, f.ms, f.seq limit :frames) f))
-  returning 1)
-select count(*) as deleted from deleted;
+       exists (select from counted where not fits) as has_more;
 
 -- name: list_retained
 -- The ended executions past their retention except :skipped, the oldest after :since first.

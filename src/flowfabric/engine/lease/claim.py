@@ -349,6 +349,7 @@ class Claim:
                 # An execution that was not leased is below the watermarks.
                 watermarks.end()
             if reclaimed:
+                self._store.wakeups.stream(reclaimed)
                 await self._finish.warn_of_reclaims(reclaimed)
             if at_reclaim_limit:
                 await self._finish.end_at_reclaim_limit(at_reclaim_limit)

@@ -163,6 +163,7 @@ class Reclaim:
         answer = await self._store.transact(reclaim, execution_id=parsed)
         if reclaimed:
             self._store.wakeups.lost([_lost(locked) for locked in reclaimed])
+            self._store.wakeups.stream(locked.id for locked in reclaimed)
             self._store.wakeups.events(EventFamily.LEASE)
         return await self._at_reclaim_limit(*answer) if isinstance(answer, tuple) else answer
 

@@ -26,6 +26,8 @@ SQL = statements_beside(__file__)
 RANGE_SIZE = 2_000
 """Executions checked in one statement; one long statement for the whole table would hold back vacuum."""
 MAX_LIMIT = 100_000
+OVERDUE_MS = 3_600_000
+"""A stream without an execution is reported when the sweep that deletes it is late by this much."""
 _START = -(2**15), "00000000-0000-0000-0000-000000000000"
 
 _WORDS: Mapping[str, type[StrEnum]] = {
@@ -54,7 +56,9 @@ class Consistency:
             start = {"after_partition": after[0], "after_id": after[1]}
             ends = await self._store.fetch(SQL.read_range_end, size=RANGE_SIZE, **start)
             if not ends:
-                found += _inconsistencies(await self._store.fetch(SQL.list_orphans, limit=limit - len(found)))
+                found += _inconsistencies(
+                    await self._store.fetch(SQL.list_orphans, limit=limit - len(found), overdue_ms=OVERDUE_MS)
+                )
                 break
             after = ends[0]["partition_key"], ends[0]["execution_id"]
             found += await self._check({**start, "last_partition": after[0], "last_id": after[1]}, limit - len(found))

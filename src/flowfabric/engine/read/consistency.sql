@@ -110,10 +110,10 @@ select e.partition_key, e.execution_id, rule.problem
        select count(*) as streams, count(*) filter (where y.attempt_index not between 0 and e.attempt_count - 1) as of_no_attempt,
               count(*) filter (where y.attempt_index = e.attempt_count - 1 and y.closed_at is null) as open,
               count(*) filter (where y.frame_count < 1 or y.first_frame_no not between 1 and y.frame_count + 1
-                or (y.has_durable_frame and y.closed_at is null and y.expires_at is not null)) as miscounted,
+                or (y.has_durable_frame and y.closed_at is null and y.expires_at is not null)) as wrong_counts,
               count(*) filter (where y.first_frame_no <= y.frame_count
-                and (f.frame_no, f.ms, f.seq) is distinct from (y.frame_count, y.last_ms, y.last_seq)) as mislast,
-              count(*) filter (where z.version is not null and not y.has_durable_frame) as unpatched
+                and (f.frame_no, f.ms, f.seq) is distinct from (y.frame_count, y.last_ms, y.last_seq)) as wrong_last,
+              count(*) filter (where z.version is not null and not y.has_durable_frame) as without_patch
          from stream y
          left join lateral (
               select f.frame_no, f.ms, f.seq from stream_frame f
@@ -218,9 +218,9 @@ select e.partition_key, e.execution_id, rule.problem
        ('attached: the stream bit is set without a stream', e.attached & 4 <> 0 and y.streams = 0),
        ('attached: the stream bit is missing', e.attached & 4 = 0 and y.open > 0 and not e.is_terminal),
        ('stream: its attempt does not exist', y.of_no_attempt > 0),
-       ('stream: the counters contradict each other', y.miscounted > 0),
-       ('stream: the newest frame contradicts the counters', y.mislast > 0),
-       ('stream_summary: present though the stream has no summary frame', y.unpatched > 0),
+       ('stream: the counters contradict each other', y.wrong_counts > 0),
+       ('stream: the newest frame contradicts the counters', y.wrong_last > 0),
+       ('stream_summary: present though the stream has no summary frame', y.without_patch > 0),
        ('granted_until: set without a matching grant', e.granted_until > c.now and (e.is_terminal or g.expires_at is distinct from e.granted_until)),
        ('suspension_id: the suspension does not exist', e.suspension_id is not null and u.execution_id is null),
        ('suspension_id: not the latest suspension', s.later > 0),
@@ -322,8 +322,10 @@ union all
 (select distinct x.partition_key, x.execution_id, 'signal: its execution does not exist' from signal x
   where not exists (select from execution e where e.partition_key = x.partition_key and e.execution_id = x.execution_id) limit :limit)
 union all
+-- A version without streams leaves them to the sweep.
 (select distinct s.partition_key, s.execution_id, 'stream: its execution does not exist' from stream s
-  where not exists (select from execution e where e.partition_key = s.partition_key and e.execution_id = s.execution_id) limit :limit)
+  where s.sweep_at <= (select ff_now()) - :overdue_ms::bigint
+    and not exists (select from execution e where e.partition_key = s.partition_key and e.execution_id = s.execution_id) limit :limit)
 union all
 -- One index lookup for each stream: a stream may have many frames.
 (with recursive k as (

@@ -92,10 +92,12 @@ class Streams:
     async def append_numbered(
         self, handle: Handle, frames: Sequence[Frame], *, first_number: int
     ) -> Sequence[AppendFrameOutcome | EngineError]:
-        """Append frames in one transaction; repeating the call with the same numbers stores nothing twice.
+        """Append frames up to the first refused one; repeating the call with the same numbers stores nothing twice.
 
-        The worker numbers the frames that it appends under its lease, from 1 on. It repeats a call whose outcome is
-        unknown before it makes the next one. The answer to the repeat of a stored frame has the id of the newest frame.
+        The answers are those of the frames tried: the frames behind a refused one are not, so a refusal is always the
+        last answer. The worker numbers the frames that it appends under its lease, from 1 on. It repeats a call whose
+        outcome is unknown before it makes the next one. The answer to the repeat of a stored frame has the id of the
+        newest frame.
         """
         batch = FrameBatch(Writer.of(handle), frames, first_number=first_number)
         try:
@@ -128,9 +130,14 @@ class Streams:
                 answer = await self._append_one(batch, Held.EXECUTION)
         except EngineError as fault:
             if len(batch.frames) == 1 or fault.retryable or fault.code == "execution_not_found":
-                return [fault.copy() for _ in batch.frames]
+                return [fault.copy() for _ in batch.tried]
             # A frame that the store rejects must not fail the others.
-            return [(await self._append_alone(one))[0] for one in batch.split()]
+            answers: Appended = []
+            for one in batch.split():
+                answers += await self._append_alone(one)
+                if batch.is_numbered and isinstance(answers[-1], EngineError):
+                    break
+            return answers
         assert not isinstance(answer, Locked), "the rows are locked"
         return answer
 
@@ -156,8 +163,7 @@ class Streams:
     ) -> list[OpenStream | Refusal | Locked]:
         """Lock the streams of batches; return each as it is stored, or why nothing may be appended to it.
 
-        LOCKED stands for a stream or an execution that another session has locked, and for a writer that may have lost
-        its lease, which only the locks that `held` does not name would decide.
+        LOCKED means that the batch needs a lock that `held` does not name.
         """
         rows = await transaction.fetch(SQL.lock_streams, **target_columns(batches))
         if held is Held.EXECUTION and rows[0]["verdict"] == "lease_expired":
@@ -169,7 +175,7 @@ class Streams:
         absent: list[int] = []
         for at, (batch, row) in enumerate(zip(batches, rows, strict=True)):
             if row["verdict"] == "ok" and not row["is_locked"] and not row["is_present"]:
-                if any(_is_valid(frame) for frame in batch.frames):
+                if any(_is_valid(frame) for frame in batch.tried):
                     absent.append(at)
                 else:
                     # Not created: nothing will be appended.
@@ -218,7 +224,7 @@ async def _append(
         elif isinstance(target, Locked):
             answers.append(target)
         else:
-            answers.append([target() for _ in batch.frames])
+            answers.append([target() for _ in batch.tried])
     if grown := [(batch, stream) for batch, stream in locked if stream.has_grown]:
         await transaction.fetch(SQL.insert_frames, now=grown[0][1].now, **write_columns(grown))
     return answers
@@ -230,13 +236,13 @@ def _append_batch(stream: OpenStream, batch: FrameBatch) -> Appended:
         return [_try(stream.append, frame) for frame in frames]
     epoch = batch.writer.lease_epoch
     stored = stream.count_stored(epoch, first, len(frames))
-    return [
-        *stream.answers_again(frames[:stored]),
-        *(
-            _try(partial(stream.append_numbered, epoch=epoch, number=first + nth), frames[nth])
-            for nth in range(stored, len(frames))
-        ),
-    ]
+    answers: Appended = [*stream.answers_again(frames[:stored])]
+    for nth in range(stored, len(frames)):
+        answers.append(_try(partial(stream.append_numbered, epoch=epoch, number=first + nth), frames[nth]))
+        if isinstance(answers[-1], EngineError):
+            # If a later frame were stored, a repeat would take this one for stored too.
+            break
+    return answers
 
 
 def _try(append: Callable[[Frame], AppendFrameOutcome], frame: Frame) -> AppendFrameOutcome | EngineError:
@@ -274,7 +280,8 @@ def _judge(batch: FrameBatch, row: Record, held: Held) -> OpenStream | Refusal |
     is_closed = row["closed_reason"] is not None
     if is_closed or row["released_epoch"] >= batch.writer.lease_epoch:
         # The stream was locked after the execution was read, and the lease ended in between. A statement that begins
-        # with the lock sees the execution of that end, so it refuses here only a stream that was closed by hand.
+        # with the lock sees the execution of that end, so it refuses here only a stream that was closed without ending
+        # the lease.
         return LOCKED if held is Held.NOTHING else _refusal(batch, row, "closed" if is_closed else "stale")
     return OpenStream(now=row["now"], retention_maxlen=row["retention_maxlen"], stored=row)
 

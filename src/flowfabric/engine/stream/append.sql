@@ -127,9 +127,9 @@ select s.document, s.version, s.first_applied_ms
  order by i.nth;
 
 -- name: insert_frames
--- Stores frames of streams that the transaction has locked, the streams as they are now, and their summaries, and deletes
--- hidden frames of the streams that :trims names. :places and :summary_places are positions in the arrays of streams. A column of
--- frames whose values are all equal may be passed as one element. A stream whose :sweeps is null keeps its sweep_at.
+-- Stores frames of streams that the transaction has locked, the streams as they are now, and their summaries, and deletes the
+-- hidden frames among the oldest :trims frames of a stream. :places and :summary_places are positions in the arrays of streams. A
+-- column of frames whose values are all equal may be passed as one element. A stream whose :sweeps is null keeps its sweep_at.
 with inserted as (
   insert into stream_frame (partition_key, execution_id, attempt_index, ms, seq, frame_no, at, mode, frame_type, payload,
                             correlation_id, summary_version, ttl_ms)
@@ -152,7 +152,7 @@ grown as materialized (
                        :numbered_epochs::bigint[], :numbered_counts::bigint[], :trims::int[])
          as g(partition_key, execution_id, attempt_index, last_ms, last_seq, frame_count, first_frame_no, total_bytes,
               has_durable_frame, ema_rate_hz, last_append_ts_ms, maxlen_applied, expires_at, sweep_at, numbered_epoch,
-              numbered_count, trimmed)
+              numbered_count, trim_limit)
 ),
 updated as (
   update stream s
@@ -173,8 +173,8 @@ deleted as (
           cross join lateral (
                 select f.ctid as tid, f.frame_no from stream_frame f
                  where f.partition_key = g.partition_key and f.execution_id = g.execution_id and f.attempt_index = g.attempt_index
-                 order by f.ms, f.seq limit g.trimmed) f
-          where g.trimmed > 0 and f.frame_no < g.first_frame_no))
+                 order by f.ms, f.seq limit g.trim_limit) f
+          where g.trim_limit > 0 and f.frame_no < g.first_frame_no))
 )
 insert into stream_summary as s (partition_key, execution_id, attempt_index, document, version, patch_kind, first_applied_ms,
                                  last_updated_ms)

@@ -12,7 +12,7 @@ HOUR_MS = 3_600_000
 
 
 def check_ms(rules: Rules) -> int:
-    """How long after its creation a stream is looked at, and again as long as it exists.
+    """How long after its creation a stream is swept, and again as long as it exists.
 
     Most executions, and their streams with them, are deleted before. A version without streams leaves the streams of
     the executions that it deletes.

@@ -2,7 +2,7 @@
 -- Deletes up to :frames hidden frames of the streams that are due, those due first: all frames of expired streams, and those that
 -- appends have left. A stream without such frames is due again when it expires, or in :check_ms. An expired stream keeps its row,
 -- and its later frames are visible; a stream whose execution does not exist any more is deleted with its summary. Returns the
--- number of streams that were due, of those that were freed of frames or deleted, and of deleted frames.
+-- number of streams that were due, of streams emptied or deleted, and of deleted frames.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select s.partition_key, s.execution_id, s.attempt_index, s.expires_at, s.frame_count, s.first_frame_no,

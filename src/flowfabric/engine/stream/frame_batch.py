@@ -58,7 +58,7 @@ class Writer(NamedTuple):
 
     @classmethod
     def of(cls, handle: Handle) -> "Writer":
-        """The writer that a handle stands for."""
+        """The writer of a handle."""
         return cls(handle.execution_id, handle.attempt_index, handle.lease_epoch, handle.lease_id)
 
 
@@ -90,6 +90,16 @@ class FrameBatch:
     def weight(self) -> int:
         """What the batch costs, in small frames."""
         return len(self.frames) + self._bytes // self.BYTES_LIKE_A_FRAME
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the writer numbers the frames; then those behind the first refused one are not appended."""
+        return self.first_number is not None
+
+    @property
+    def tried(self) -> list[Frame]:
+        """The frames that are tried if each of them is refused."""
+        return self.frames[:1] if self.is_numbered else self.frames
 
     @property
     def has_patches(self) -> bool:
@@ -177,7 +187,7 @@ def write_columns(grown: Sequence[tuple[FrameBatch, OpenStream]]) -> Mapping[str
                 stream.sweep_at,
                 stream.numbered_epoch,
                 stream.numbered_count,
-                stream.trimmed,
+                stream.trim_limit,
             )
         )
         if (summary := stream.summary) is not None and summary.is_changed:

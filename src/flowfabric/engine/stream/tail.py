@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
@@ -14,9 +15,11 @@ from flowfabric.engine.core.stored import literal
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
+from flowfabric.model.event import EventFamily
 from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key
 from flowfabric.model.policy_checks import INT32
 from flowfabric.model.stream import (
+    FIRST,
     LAST,
     MAX_BLOCK_MS,
     MAX_COUNT,
@@ -36,6 +39,8 @@ from flowfabric.pauses import is_set_within, pauses
 
 SQL = statements_beside(__file__)
 Answer = TypeVar("Answer")
+Waker: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+"""Sets the event of a waiter when its query may find something."""
 
 _POSITION = itemgetter("ms", "seq")
 _FOLLOWED_POSITION = itemgetter("attempt_index", "ms", "seq")
@@ -46,7 +51,6 @@ class FollowedFrames:
     """Frames of an execution over all of its attempts, each with the index of its attempt."""
 
     frames: Sequence[tuple[int, StreamFrame]]
-    latest_attempt_index: int
     is_ended: bool
     """Whether no frame follows these, because the execution or the last attempt asked for has ended."""
 
@@ -66,6 +70,8 @@ class Tails:
     """The first and the longest pause before another query if the last one was hinted and found nothing."""
     ENDING_SECONDS = 0.1
     """How long `follow` waits for a frame before it also waits for the end of an execution that may write no more."""
+    LEASE_PAUSE_SECONDS = 0.5
+    """The pause between two queries of a follower of one attempt that lease events of any execution cause."""
     RETRY_AFTER_MS = 25
 
     def __init__(self, store: Store, results: Results, *, pool_size: int, max_operations: int | None) -> None:
@@ -151,7 +157,6 @@ class Tails:
         block_ms: int,
         last_attempt_index: int = INT32,
         count_limit: int = 256,
-        visibility: TailVisibility = TailVisibility.ALL,
     ) -> FollowedFrames:
         """The frames of an execution after a position, over all attempts; wait until there is one or it has ended.
 
@@ -169,7 +174,6 @@ class Tails:
                 after_seq=after.seq,
                 last_attempt_index=last_attempt_index,
                 count_limit=count_limit,
-                excludes_best_effort=visibility is TailVisibility.EXCLUDE_BEST_EFFORT,
             )
             if not rows:
                 raise error("execution_not_found", execution_id)
@@ -178,15 +182,15 @@ class Tails:
                 for row in sorted(rows, key=_FOLLOWED_POSITION)
                 if row["ms"] is not None
             ]
-            return FollowedFrames(
-                frames=frames,
-                latest_attempt_index=rows[0]["latest_attempt_index"],
-                is_ended=rows[0]["is_ended"] and len(frames) < count_limit,
-            )
+            return FollowedFrames(frames=frames, is_ended=rows[0]["is_ended"] and len(frames) < count_limit)
 
+        wakers: list[Waker] = [partial(self._wake_at_end, execution_id)]
+        # An attempt that has written a frame has a stream, whose closing wakes its tails.
+        if last_attempt_index < INT32 and (attempt_index, after) <= (last_attempt_index, FIRST):
+            wakers.append(self._wake_at_lease_events)
         with self._operation():
             return await self._wait(
-                execution_id, block_ms, query, lambda found: bool(found.frames) or found.is_ended, until_ended=True
+                execution_id, block_ms, query, lambda found: bool(found.frames) or found.is_ended, wakers=wakers
             )
 
     def refuse(self) -> None:
@@ -254,9 +258,12 @@ class Tails:
         query: Callable[[], Awaitable[Answer]],
         is_found: Callable[[Answer], bool],
         *,
-        until_ended: bool = False,
+        wakers: Sequence[Waker] = (),
     ) -> Answer:
-        """Query until something is found or the time is over; return the last answer."""
+        """Query until something is found or the time is over; return the last answer.
+
+        The wakers run once there was no hint for a while: they wake for what the hints of the stream do not tell.
+        """
         if not block_ms:
             return await query()
         deadline = time.monotonic() + block_ms / 1000
@@ -265,7 +272,7 @@ class Tails:
         wakeups.hints.start_listening()
         polls, repeats = pauses(*self.POLL_SECONDS), pauses(*self.PAUSE_SECONDS)
         was_hinted = False
-        ending: asyncio.Task[object] | None = None
+        waking: list[asyncio.Task[None]] = []
         with wakeups.streams.watch(execution_id) as changed:
             try:
                 while True:
@@ -278,15 +285,15 @@ class Tails:
                     if was_hinted:
                         await asyncio.sleep(next(repeats))
                     poll = self.RECHECK_SECONDS if wakeups.hints.is_listening else next(polls)
-                    if until_ended and ending is None:
+                    if wakers and not waking:
                         poll = min(poll, self.ENDING_SECONDS)
                     was_hinted = await is_set_within(changed, min(poll, deadline - time.monotonic()))
-                    if until_ended and ending is None and not was_hinted:
-                        ending = asyncio.create_task(self._wake_at_end(execution_id, changed))
+                    if not waking and not was_hinted:
+                        waking = [asyncio.create_task(wake(changed)) for wake in wakers]
             finally:
-                if ending is not None:
-                    ending.cancel()
-                    await asyncio.gather(ending, return_exceptions=True)
+                for task in waking:
+                    task.cancel()
+                await asyncio.gather(*waking, return_exceptions=True)
 
     async def _wake_at_end(self, execution_id: ExecutionId, changed: asyncio.Event) -> None:
         """Wake a waiter when the execution ends, because the end of one without an open stream wakes no tail."""
@@ -294,6 +301,20 @@ class Tails:
             await self._results.wait_for_ending(execution_id)
         finally:
             changed.set()
+
+    async def _wake_at_lease_events(self, changed: asyncio.Event) -> None:
+        """Wake a waiter at lease events, because the end of an attempt without a stream wakes no tail.
+
+        The hint of these events is sent anyway. One that names the execution would cost every retry a hint, although
+        hardly any attempt is followed by itself.
+        """
+        with self._store.wakeups.feeds.watch(EventFamily.LEASE) as moved:
+            while True:
+                # At first too: the attempt may have ended before the watch began.
+                changed.set()
+                await asyncio.sleep(self.LEASE_PAUSE_SECONDS)
+                await moved.wait()
+                moved.clear()
 
 
 def _stream_key(execution_id: ExecutionId | str, attempt_index: int) -> tuple[ExecutionId, Mapping[str, object]]:

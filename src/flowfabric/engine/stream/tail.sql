@@ -5,11 +5,11 @@ f.ms, f.seq, f.frame_no, f.at, f.mode, f.frame_type, f.payload, f.correlation_id
 -- fragment: is_visible
 -- Whether readers see a frame; those below first_frame_no are deleted later.
 f.frame_no >= s.first_frame_no and (s.expires_at is null or s.expires_at > (select now from clock))
-and not (:excludes_best_effort and f.mode = 'best_effort')
 
 -- name: list_frames
 -- The visible frames between two positions, each with when and why the stream was closed; one row without a frame if there is
--- none, and no row if the attempt has no stream. The caller orders them: a sort here would copy the payloads.
+-- none, and no row if the attempt has no stream or its execution is deleted. The caller orders them: a sort here would copy the
+-- payloads.
 with clock as materialized (select ff_now() as now)
 select coalesce(s.closed_at, e.ended_at, a.ended_at) as closed_at,
        case when a.is_reclaimed then 'reclaimed'
@@ -38,20 +38,26 @@ select coalesce(s.closed_at, e.ended_at, a.ended_at) as closed_at,
          from stream_frame f
         where f.partition_key = s.partition_key and f.execution_id = s.execution_id and f.attempt_index = s.attempt_index
           and (f.ms, f.seq) >= (:from_ms, :from_seq) and (f.ms, f.seq) <= (:to_ms, :to_seq)
+          and not (:excludes_best_effort and f.mode = 'best_effort')
           and
           -- include: is_visible
         order by f.ms, f.seq limit :count_limit) f on true
- where s.partition_key = :partition_key and s.execution_id = :execution_id and s.attempt_index = :attempt_index;
+ where s.partition_key = :partition_key and s.execution_id = :execution_id and s.attempt_index = :attempt_index
+   and exists (select from execution x where x.partition_key = :partition_key and x.execution_id = :execution_id);
 
 -- name: list_followed_frames
--- The visible frames after a position, of all attempts up to the last one asked for, each with whether more frames can follow
--- and the latest attempt; one row without a frame if there is none, and no row if the execution does not exist.
+-- The visible frames after a position, of all attempts up to the last one asked for, each with whether no more frames can follow;
+-- one row without a frame if there is none, and no row if the execution does not exist. The last attempt has ended if it waits for
+-- its successor or has lost its lease: without a frame, it has no stream that was closed.
 with clock as materialized (select ff_now() as now)
 select e.lifecycle_phase = 'terminal' or e.attempt_count > :last_attempt_index::bigint + 1
+       or (e.attempt_count = :last_attempt_index::bigint + 1
+           and (e.attempt_state in ('pending_retry_attempt', 'pending_replay_attempt')
+                or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked')))
        or exists (select from stream s
                    where s.partition_key = e.partition_key and s.execution_id = e.execution_id
                      and s.attempt_index = :last_attempt_index and s.closed_at is not null) as is_ended,
-       greatest(e.attempt_count - 1, 0) as latest_attempt_index, f.attempt_index,
+       f.attempt_index,
        -- include: frame_columns
   from execution e
   left join lateral (
@@ -82,7 +88,8 @@ select s.document, s.version, s.patch_kind, s.last_updated_ms, s.first_applied_m
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_summary
--- The summary of one attempt.
-select document, version, patch_kind, last_updated_ms, first_applied_ms
-  from stream_summary
- where partition_key = :partition_key and execution_id = :execution_id and attempt_index = :attempt_index;
+-- The summary of one attempt, unless its execution is deleted.
+select s.document, s.version, s.patch_kind, s.last_updated_ms, s.first_applied_ms
+  from stream_summary s
+ where s.partition_key = :partition_key and s.execution_id = :execution_id and s.attempt_index = :attempt_index
+   and exists (select from execution e where e.partition_key = :partition_key and e.execution_id = :execution_id);

@@ -1,0 +1,12 @@
+"""Fixtures of the stream tests."""
+
+import pytest
+
+from flowfabric.engine.stream.tail import Tails
+
+
+@pytest.fixture
+def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable polling: only a notification (a hint) wakes a parked tail."""
+    monkeypatch.setattr(Tails, "RECHECK_SECONDS", 600.0)
+    monkeypatch.setattr(Tails, "POLL_SECONDS", (600.0, 600.0))
