@@ -126,7 +126,7 @@ class FrameQueue:
         """The size of these frames."""
         self._task: asyncio.Task[None] | None = None
         """Stores the waiting frames; it ends when there are none."""
-        self._settled = 0
+        self._finished = 0
         """How many frames were stored or refused so far."""
         self._progressed = asyncio.Event()
         """Set when frames are stored or refused, and then replaced by a new one."""
@@ -194,8 +194,8 @@ class FrameQueue:
             self._task = asyncio.create_task(self._store_waiting())
 
     async def _wait_for_queued(self) -> None:
-        queued = self._settled + len(self._waiting)
-        while self._settled < queued:
+        queued = self._finished + len(self._waiting)
+        while self._finished < queued:
             await self._progressed.wait()
 
     async def _store_waiting(self) -> None:
@@ -208,9 +208,9 @@ class FrameQueue:
             self._refuse_waiting(error("internal", f"storing frames failed: {reason(fault)}"))
 
     async def _store_group(self) -> None:
-        """Store the frames that are next in one transaction; repeat it while the store is at fault.
+        """Store the frames that are next in one transaction; repeat it while the store is unavailable.
 
-        Frames behind a refused one are not answered: they are the next group.
+        Frames after a refused one are not answered: they are the next group.
         """
         frames = [queued.frame for queued in itertools.islice(self._waiting, GROUP_FRAMES)]
         for pause in pauses(*RETRY_SECONDS):
@@ -220,7 +220,7 @@ class FrameQueue:
                 break
             await asyncio.sleep(pause)
         for answer in answers:
-            self._settle(self._waiting.popleft(), answer)
+            self._finish(self._waiting.popleft(), answer)
         if refusal is not None and not is_bad_input(refusal):
             self._refuse_waiting(refusal)
         self._wake()
@@ -229,12 +229,13 @@ class FrameQueue:
         """Append frames; return the answers up to the first refusal."""
         # Numbered, because a fault may leave it unknown whether frames are stored.
         try:
-            return await self._streams.append_numbered(self._run.claimed.handle, frames, first_number=self._settled + 1)
+            first_number = self._finished + 1
+            return await self._streams.append_numbered(self._run.claimed.handle, frames, first_number=first_number)
         except EngineError as fault:
             return [fault]
 
-    def _settle(self, queued: _Queued, answer: Answer) -> None:
-        self._settled += 1
+    def _finish(self, queued: _Queued, answer: Answer) -> None:
+        self._finished += 1
         self._bytes -= len(queued.frame.bytes)
         if not isinstance(answer, EngineError):
             queued.succeed(answer)
@@ -248,7 +249,7 @@ class FrameQueue:
 
     def _drop_waiting(self, refusal: EngineError) -> None:
         while self._waiting:
-            self._settle(self._waiting.popleft(), refusal.copy())
+            self._finish(self._waiting.popleft(), refusal.copy())
         self._wake()
 
     def _wake(self) -> None:
