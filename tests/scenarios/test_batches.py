@@ -114,7 +114,7 @@ async def test_invalid_handles_are_refused_and_the_others_succeed(engine: Engine
                     14: (altered(third, execution_id=f"{{fp:1}}:{uuid4()}"), "execution_not_found"),
                     18: (altered(third, backend=Backend.SQLITE), "handle_from_other_backend"),
                     22: (altered(third, kind=HandleKind.SUSPENDED), "lease_conflict"),
-                    26: (altered(other, lease_epoch=2**63), "other"),
+                    26: (altered(other, lease_epoch=2**63), "invalid_input"),
                 }
                 items = list(handles[:GOOD])
                 for at, (handle, _) in bad.items():
