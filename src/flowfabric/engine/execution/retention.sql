@@ -1,6 +1,6 @@
 -- name: take_retained
 -- Deletes ended executions past their retention and all their rows, the oldest after :since first: only those in :only
--- unless that is null, none of :skipped, and as many as have :frames frames together. One with more than that is
+-- unless that is null, none of :skipped, and as many as have :frames frames with :bytes bytes together. One with more than that is
 -- left: its frames are hidden, and its streams are due for the sweep that deletes hidden frames. One with a locked stream is left too.
 -- Returns how many were deleted, whether some were left because of their streams (has_more), and otherwise the time up to which none
 -- is left except locked and skipped ones.
@@ -34,15 +34,19 @@ member as materialized (
             for update skip locked) h on true
 ),
 -- Those with streams, which are locked before anything of them is deleted, as the sweep of streams does. The number of the oldest
--- stored frame of a stream tells how many there are at most. Skipped entirely if there are no streams.
+-- stored frame of a stream tells how many there are at most, and its frames so far have the same size on average. Skipped entirely if
+-- there are no streams.
 counted as materialized (
   select c.nth, c.partition_key, c.execution_id, c.is_locked and c.is_long as is_hidden,
          c.is_locked and not c.is_long
-           and sum(c.frames) filter (where c.is_locked and not c.is_long) over (order by c.nth) <= :frames as fits
-    from (select m.nth, m.partition_key, m.execution_id, f.is_locked, f.frames, f.frames > :frames::bigint as is_long
+           and sum(c.frames) filter (where c.is_locked and not c.is_long) over (order by c.nth) <= :frames
+           and sum(c.bytes) filter (where c.is_locked and not c.is_long) over (order by c.nth) <= :bytes as fits
+    from (select m.nth, m.partition_key, m.execution_id, f.is_locked, f.frames, f.bytes,
+                 f.frames > :frames::bigint or f.bytes > :bytes::bigint as is_long
             from member m
            cross join lateral (
-                 select bool_and(l.is_locked is not null) as is_locked, coalesce(sum(o.frames), 0) as frames
+                 select bool_and(l.is_locked is not null) as is_locked, coalesce(sum(o.frames), 0) as frames,
+                        coalesce(sum(o.frames * s.total_bytes / s.frame_count), 0) as bytes
                    from (select s.ctid as tid, s.* from stream s
                           where s.partition_key = m.partition_key and s.execution_id = m.execution_id offset 0) s
                    left join lateral (select true as is_locked from stream l where l.ctid = s.tid for update skip locked) l on true
