@@ -71,6 +71,7 @@ ORDERED: dict[str, set[str]] = {
     "take_retained": {"retained_due"},
     "list_retained": {"retained_due"},
     "take_hidden_frames": {"stream_due"},
+    "list_due_streams": {"stream_due"},
     "take_expired_keys": {"idempotency_key_due"},
     "take_old_grants": {"claim_grant_due"},
     "take_expired_workers": {"worker_due"},

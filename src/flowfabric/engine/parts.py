@@ -36,7 +36,7 @@ from flowfabric.engine.read.view import View
 from flowfabric.engine.store import Store
 from flowfabric.engine.stream.append import Streams
 from flowfabric.engine.stream.close import end_streams
-from flowfabric.engine.stream.expire import StreamExpiry
+from flowfabric.engine.stream.expire import STREAM_PAUSE_SECONDS, StreamExpiry
 from flowfabric.engine.stream.tail import Tails
 from flowfabric.engine.wait.close import close_suspensions
 from flowfabric.engine.wait.deliver import Signals
@@ -98,7 +98,7 @@ class Parts:
             )
         )
         self.streams = services.add(Streams(store))
-        self.stream_expiry = services.add(StreamExpiry(store))
+        self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         self.tails = services.add(

@@ -10,6 +10,7 @@ from engine.state import HandClock
 from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.engine.core import quarantine as quarantine_module
 from flowfabric.engine.core.quarantine import SKIPPED_INTERVALS, Quarantine, pause_after
+from flowfabric.engine.core.sweep import RAISE_AFTER, BatchSize
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import TransportError, error
 from flowfabric.model.ids import ExecutionId
@@ -154,6 +155,70 @@ async def test_a_connection_fault_while_a_batch_is_halved_does_not_count_as_a_fa
     with pytest.raises(TransportError):
         await quarantine.sweep_by_halves(batch, list_due, items, limit=3)
     assert quarantine.skipped() == []
+
+
+async def test_batches_become_smaller_after_timeouts_and_larger_when_they_are_in_time(
+    quarantine: Quarantine, monotonic: HandClock
+) -> None:
+    size, slow, sizes = BatchSize(), [IDS[0]], []
+
+    async def batch(skipped: Sequence[UUID]) -> int:
+        return await items([each for each in IDS if UUID(uuid_of(each)) not in skipped])
+
+    async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
+        return [each for each in IDS if UUID(uuid_of(each)) not in skipped]
+
+    async def items(execution_ids: Sequence[ExecutionId]) -> int:
+        sizes.append(len(execution_ids))
+        if set(slow) & set(execution_ids):
+            raise TransportError("timeout", "too slow")
+        return len(execution_ids)
+
+    async def sweep() -> int:
+        return await quarantine.sweep_in_time(batch, list_due, items, limit=10, size=size, smallest=64)
+
+    assert [await sweep() for _ in range(5)] == [0, 0, 0, 0, 1]
+    assert sizes == [10, 2, 1, 1, 1]
+    assert quarantine.skipped() == uuids(IDS[0])
+    sizes.clear()
+    for _ in range(RAISE_AFTER * 7 - 1):
+        await sweep()
+    assert sizes == [1] * (4 * RAISE_AFTER - 1) + [2] * RAISE_AFTER + [5] * RAISE_AFTER + [9] * RAISE_AFTER
+    # It is not tried again soon, because that takes several timeouts.
+    monotonic.now += 2.0 * SKIPPED_INTERVALS - 0.1
+    assert quarantine.skipped() == uuids(IDS[0])
+
+
+@pytest.mark.parametrize("kind", ["transport", "timeout"])
+async def test_a_store_that_does_not_answer_makes_no_batch_smaller(quarantine: Quarantine, kind: str) -> None:
+    size = BatchSize()
+
+    async def gone(ids: Sequence[object]) -> int:
+        raise TransportError(kind, "gone", outcome_unknown=True)
+
+    async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
+        raise AssertionError("nothing is listed")
+
+    with pytest.raises(TransportError):
+        await quarantine.sweep_in_time(gone, list_due, gone, limit=10, size=size, smallest=10)
+    assert (size.is_reduced, quarantine.skipped()) == (False, [])
+
+
+async def test_a_store_that_is_too_slow_to_list_what_is_due_is_reported(quarantine: Quarantine) -> None:
+    size = BatchSize()
+
+    async def too_slow(ids: Sequence[object]) -> int:
+        raise TransportError("timeout", "too slow")
+
+    async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
+        raise TransportError("timeout", "too slow")
+
+    async def sweep() -> int:
+        return await quarantine.sweep_in_time(too_slow, list_due, too_slow, limit=10, size=size, smallest=10)
+
+    assert await sweep() == 0
+    with pytest.raises(TransportError, match="too slow"):
+        await sweep()
 
 
 async def test_an_unreadable_policy_does_not_block_other_timeouts(

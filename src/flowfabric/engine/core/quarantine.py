@@ -8,7 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from uuid import UUID
 
-from flowfabric.model.errors import EngineError, TransportError
+from flowfabric.engine.core.sweep import BatchSize
+from flowfabric.model.errors import EngineError, TransportError, TransportKind
 from flowfabric.model.ids import ExecutionId, split_execution_id
 
 FAILURES_IN_A_ROW = 3
@@ -55,9 +56,9 @@ class Quarantine:
             del self._failures[execution_id]
         return [UUID(split_execution_id(each)[1]) for each, (_, until) in self._failures.items() if until > now]
 
-    def failed(self, execution_id: ExecutionId, problem: object) -> None:
+    def failed(self, execution_id: ExecutionId, problem: object, *, times: int = 1) -> None:
         """Record that an execution could not be processed, and log the problem."""
-        failures = self._failures.pop(execution_id, (0, 0.0))[0] + 1
+        failures = self._failures.pop(execution_id, (0, 0.0))[0] + times
         pause = pause_after(failures, self._interval)
         while len(self._failures) >= MAX_SKIPPED:
             del self._failures[next(iter(self._failures))]
@@ -89,18 +90,57 @@ class Quarantine:
                 raise
 
         async def process_halves(found: Sequence[ExecutionId]) -> int:
-            try:
-                return await process_items(found)
-            except EngineError as fault:
-                if is_connection_fault(fault):
-                    raise
-                if len(found) == 1:
-                    self.failed(found[0], fault)
-                    return 0
-            middle = len(found) // 2
-            return await process_halves(found[:middle]) + await process_halves(found[middle:])
+            return await self._process_halves(found, process_items)
 
         return await self._sweep(process_batch, process_halves, limit)
+
+    async def sweep_in_time(
+        self,
+        process_due: ProcessBatch,
+        list_due: ListDue,
+        process_items: ProcessItems,
+        *,
+        limit: int,
+        size: BatchSize,
+        smallest: int,
+    ) -> int:
+        """Process one batch as `sweep_by_halves` does, but reduce the size of the next ones if it is not in time.
+
+        `smallest` is the largest limit of the batch: while that allows more than 1, a smaller batch may be in time.
+        Otherwise an item that is not in time is skipped, as one that fails.
+        """
+        # Outside the try: if the store is too slow for this too, no smaller batch helps.
+        found = (await list_due(self.skipped()))[: size.of(limit)] if size.is_reduced else []
+        try:
+            if size.is_reduced:
+                done = await self._process_halves(found, process_items) if found else 0
+            else:
+                done = await self.sweep_by_halves(process_due, list_due, process_items, limit=limit)
+        except TransportError as fault:
+            if not is_statement_timeout(fault):
+                raise
+            if size.of(smallest) == 1 and len(found) == 1:
+                # Finding it again takes a timeout for each size, so it is skipped longer at once.
+                self.failed(found[0], fault, times=FAILURES_IN_A_ROW)
+            else:
+                logger.warning("a batch of up to %d was not in time, the next are smaller: %s", size.of(limit), fault)
+                size.reduce()
+            return 0
+        size.record_in_time()
+        return done
+
+    async def _process_halves(self, found: Sequence[ExecutionId], process_items: ProcessItems) -> int:
+        try:
+            return await process_items(found)
+        except EngineError as fault:
+            if is_connection_fault(fault):
+                raise
+            if len(found) == 1:
+                self.failed(found[0], fault)
+                return 0
+        middle = len(found) // 2
+        halves = found[:middle], found[middle:]
+        return sum([await self._process_halves(half, process_items) for half in halves])
 
     async def _sweep(self, process_batch: ProcessFound, process_failed: ProcessItems, limit: int) -> int:
         for _ in range(1 + MAX_SKIPPED // limit):
@@ -131,3 +171,8 @@ class Quarantine:
 def is_connection_fault(fault: Exception) -> bool:
     """Whether the connection to the store failed, rather than the processing of an item."""
     return isinstance(fault, TransportError) and fault.retryable
+
+
+def is_statement_timeout(fault: TransportError) -> bool:
+    """Whether a statement took too long and was rolled back, or found no free connection in time."""
+    return fault.kind is TransportKind.TIMEOUT and not fault.outcome_unknown

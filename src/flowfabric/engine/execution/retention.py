@@ -6,7 +6,7 @@ from uuid import UUID
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.quarantine import Quarantine
-from flowfabric.engine.core.sweep import SweepResult
+from flowfabric.engine.core.sweep import BatchSize, SweepResult
 from flowfabric.engine.store import Store
 from flowfabric.model.grant import MAX_GRANT_TTL_MS
 from flowfabric.model.ids import ExecutionId, format_execution_id, split_execution_id
@@ -16,6 +16,8 @@ SQL = statements_beside(__file__)
 TRIM_LIMIT = 2000
 FRAME_LIMIT = 20_000
 """The most frames that one batch deletes."""
+BYTE_LIMIT = 64 * 2**20
+"""How many bytes the frames have at most that one batch deletes."""
 PURGE_LIMIT = 1000
 GRANT_MEMORY_MS = 10 * MAX_GRANT_TTL_MS
 """How long an expired grant is kept, so that its worker gets `claim_grant_expired` instead of "no grant"."""
@@ -27,12 +29,14 @@ class Retention:
     def __init__(self, store: Store, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
         self._store = store
+        self._size = BatchSize()
 
     async def trim_batch(self, limit: int = TRIM_LIMIT) -> SweepResult:
         """Delete ended executions past their retention, the oldest first; the result counts them.
 
-        The frames of an execution with more than FRAME_LIMIT are deleted by the sweep of streams before.
+        The frames of an execution with more than FRAME_LIMIT or BYTE_LIMIT are deleted by the sweep of streams before.
         """
+        size, was_reduced = self._size, self._size.is_reduced
         watermark = self._store.retained_watermark
         since = watermark.since
         has_more = False
@@ -40,7 +44,13 @@ class Retention:
         async def take(*, only: Sequence[str] | None, skipped: Sequence[UUID]) -> Record:
             nonlocal has_more
             (row,) = await self._store.fetch(
-                SQL.take_retained, since=since, only=only, skipped=skipped, limit=limit, frames=FRAME_LIMIT
+                SQL.take_retained,
+                since=since,
+                only=only,
+                skipped=skipped,
+                limit=limit,
+                frames=size.of(FRAME_LIMIT),
+                bytes=size.of(BYTE_LIMIT),
             )
             has_more = row["has_more"]
             return row
@@ -62,9 +72,12 @@ class Retention:
             trimmed: int = row["trimmed"]
             return trimmed
 
-        trimmed = await self.quarantine.sweep_by_halves(batch, list_due, trim_items, limit=limit)
+        trimmed = await self.quarantine.sweep_in_time(
+            batch, list_due, trim_items, limit=limit, size=size, smallest=max(limit, FRAME_LIMIT)
+        )
         # Without progress the rest waits for the next pass: its frames are deleted before, or its rows are locked.
-        return SweepResult(trimmed, is_full=trimmed >= limit or (has_more and trimmed > 0))
+        is_full = trimmed >= limit or (has_more and trimmed > 0)
+        return SweepResult(trimmed, is_full=is_full or was_reduced or size.is_reduced)
 
     async def purge_keys(self) -> int:
         """Delete expired idempotency keys of submissions, suspends and signals; return how many."""

@@ -1,8 +1,9 @@
 -- name: take_retained
 -- Deletes ended executions past their retention and all their rows, the oldest after :since first: only those in :only
--- unless that is null, none of :skipped, and as many as have :frames frames together. One with more frames than that is left: its
--- frames are hidden, and its streams are due for the sweep that deletes hidden frames. Returns how many were deleted, whether some
--- were left because of their frames (has_more), and otherwise the time up to which none is left except locked and skipped ones.
+-- unless that is null, none of :skipped, and as many as have :frames frames with :bytes bytes together. One with more than that is
+-- left: its frames are hidden, and its streams are due for the sweep that deletes hidden frames. One with a locked stream is left too.
+-- Returns how many were deleted, whether some were left because of their streams (has_more), and otherwise the time up to which none
+-- is left except locked and skipped ones.
 -- Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
 with clock as materialized (select ff_now() as now),
 -- Whole rows of retained until :limit executions are reached, each locked as it is read; later rows are not locked.
@@ -32,26 +33,34 @@ member as materialized (
             and m.execution_id <> all(:skipped) and (:only is null or m.execution_id = any(:only))
             for update skip locked) h on true
 ),
--- Those with frames. The number of the oldest stored frame of a stream tells how many there are at most. Skipped entirely if there
--- are no streams.
+-- Those with streams, which are locked before anything of them is deleted, as the sweep of streams does. The number of the oldest
+-- stored frame of a stream tells how many there are at most, and its frames so far have the same size on average. Skipped entirely if
+-- there are no streams.
 counted as materialized (
-  select m.nth, m.partition_key, m.execution_id, f.frames > :frames::bigint as is_long,
-         f.frames <= :frames and sum(f.frames) filter (where f.frames <= :frames) over (order by m.nth) <= :frames as fits
-    from member m
-   cross join lateral (
-         select sum(s.frame_count + 1 - o.frame_no) as frames
-           from stream s
-          cross join lateral (
-                select f.frame_no from stream_frame f
-                 where f.partition_key = s.partition_key and f.execution_id = s.execution_id and f.attempt_index = s.attempt_index
-                 order by f.ms, f.seq limit 1) o
-          where s.partition_key = m.partition_key and s.execution_id = m.execution_id) f
-   where m.tid is not null and f.frames > 0 and exists (select from stream)
+  select c.nth, c.partition_key, c.execution_id, c.is_locked and c.is_long as is_hidden,
+         c.is_locked and not c.is_long
+           and sum(c.frames) filter (where c.is_locked and not c.is_long) over (order by c.nth) <= :frames
+           and sum(c.bytes) filter (where c.is_locked and not c.is_long) over (order by c.nth) <= :bytes as fits
+    from (select m.nth, m.partition_key, m.execution_id, f.is_locked, f.frames, f.bytes,
+                 f.frames > :frames::bigint or f.bytes > :bytes::bigint as is_long
+            from member m
+           cross join lateral (
+                 select bool_and(l.is_locked is not null) as is_locked, coalesce(sum(o.frames), 0) as frames,
+                        coalesce(sum(o.frames * s.total_bytes / s.frame_count), 0) as bytes
+                   from (select s.ctid as tid, s.* from stream s
+                          where s.partition_key = m.partition_key and s.execution_id = m.execution_id offset 0) s
+                   left join lateral (select true as is_locked from stream l where l.ctid = s.tid for update skip locked) l on true
+                   left join lateral (
+                        select s.frame_count + 1 - f.frame_no as frames from stream_frame f
+                         where f.partition_key = s.partition_key and f.execution_id = s.execution_id
+                           and f.attempt_index = s.attempt_index
+                         order by f.ms, f.seq limit 1) o on true) f
+           where m.tid is not null and f.is_locked is not null and exists (select from stream)) c
 ),
 hidden as (
   update stream s set first_frame_no = s.frame_count + 1, sweep_at = least(s.sweep_at, (select now from clock))
     from counted d
-   where d.is_long and s.first_frame_no <= s.frame_count
+   where d.is_hidden and s.first_frame_no <= s.frame_count
      and s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id
 ),
 -- By ctid: a row that has changed since the statement began is kept, for example one with a tag this snapshot lacks.

@@ -1,13 +1,21 @@
 """Expiry of streams: hidden frames are deleted, and streams whose execution is gone."""
 
+from collections.abc import Sequence
+from uuid import UUID
+
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.sweep import SweepResult
+from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.core.sweep import BatchSize, SweepResult
 from flowfabric.engine.store import Rules, Store
+from flowfabric.model.ids import ExecutionId, format_execution_id, split_execution_id
 
 SQL = statements_beside(__file__)
 
 STREAM_LIMIT = 500
 FRAME_LIMIT = 20_000
+BYTE_LIMIT = 64 * 2**20
+STREAM_PAUSE_SECONDS = 60.0
+"""How long the streams of an execution are skipped that could not be swept."""
 HOUR_MS = 3_600_000
 
 
@@ -23,12 +31,42 @@ def check_ms(rules: Rules) -> int:
 class StreamExpiry:
     """Deletes frames that readers no longer see."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, quarantine: Quarantine) -> None:
+        self.quarantine = quarantine
         self._store = store
+        self._size = BatchSize()
 
     async def sweep_batch(self) -> SweepResult:
         """Delete hidden frames of the streams that are due; the result counts streams that have none left."""
-        (row,) = await self._store.fetch(
-            SQL.take_hidden_frames, limit=STREAM_LIMIT, frames=FRAME_LIMIT, check_ms=check_ms(self._store.rules)
+        size, was_reduced = self._size, self._size.is_reduced
+        is_full = False
+
+        async def take(*, only: Sequence[str] | None, skipped: Sequence[UUID]) -> int:
+            nonlocal is_full
+            (row,) = await self._store.fetch(
+                SQL.take_hidden_frames,
+                only=only,
+                skipped=skipped,
+                limit=STREAM_LIMIT,
+                frames=size.of(FRAME_LIMIT),
+                bytes=size.of(BYTE_LIMIT),
+                check_ms=check_ms(self._store.rules),
+            )
+            is_full = is_full or row["has_more"] or row["due"] >= STREAM_LIMIT
+            freed: int = row["freed"]
+            return freed
+
+        async def sweep_due(skipped: Sequence[UUID]) -> int:
+            return await take(only=None, skipped=skipped)
+
+        async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
+            rows = await self._store.fetch(SQL.list_due_streams, skipped=skipped, limit=STREAM_LIMIT)
+            return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
+
+        async def sweep_items(execution_ids: Sequence[ExecutionId]) -> int:
+            return await take(only=[split_execution_id(each)[1] for each in execution_ids], skipped=())
+
+        freed = await self.quarantine.sweep_in_time(
+            sweep_due, list_due, sweep_items, limit=STREAM_LIMIT, size=size, smallest=max(STREAM_LIMIT, FRAME_LIMIT)
         )
-        return SweepResult(row["freed"], is_full=row["due"] >= STREAM_LIMIT or row["deleted"] >= FRAME_LIMIT)
+        return SweepResult(freed, is_full=is_full or was_reduced or size.is_reduced)
