@@ -35,7 +35,7 @@ async def proxy(url: str) -> AsyncIterator[Proxy]:
 async def remote(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     """An engine that reaches the store through the proxy, and whose readers retry soon."""
     monkeypatch.setattr(Reader, "RETRY_SECONDS", (0.01, 0.02))
-    monkeypatch.setattr(Reader, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(Reader, "HINTED_SECONDS", 0.05)
     settings = Settings(database_url=proxy.url, migrate_on_start=False)
     async with Engine.connect(settings=settings) as engine:
         yield engine
@@ -46,7 +46,7 @@ async def remote(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 @pytest.fixture
 def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let readers wait for hints, without polling."""
-    monkeypatch.setattr(Reader, "POLL_SECONDS", 600.0)
+    monkeypatch.setattr(Reader, "HINTED_SECONDS", 600.0)
     monkeypatch.setattr(Reader, "UNHINTED_SECONDS", (600.0, 600.0))
 
 
@@ -187,7 +187,7 @@ async def test_a_silent_connection_delays_events_by_its_timeout(
     engine: Engine, given: Given, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.db.session.ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(Reader, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(Reader, "HINTED_SECONDS", 0.05)
     settings = Settings(database_url=proxy.url, migrate_on_start=False, statement_timeout_ms=300)
     async with Engine.connect(settings=settings) as impatient, impatient.subscribe_completion() as events:
         one = await given.completed()

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import asyncpg
 import pytest
@@ -13,33 +12,10 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.event.reader import Reader
 from flowfabric.engine.parts import parts_of
 from flowfabric.errors import InvalidInputError
-from flowfabric.feeds import OLDEST, Subscription
+from flowfabric.feeds import OLDEST
 from sessions import session
 
-from .following import HOLDS, SLOW, complete_together, held_commits, ids, take, waits_for_commit
-
-DAY = 86_400
-
-
-async def trim(engine: Engine) -> int:
-    """Delete the events past their retention, by both ways."""
-    partitions = parts_of(engine).event_partitions
-    return await partitions.keep_partitions() + await partitions.trim_events()
-
-
-async def expired(subscription: Subscription[Any]) -> bytes:
-    """The oldest cursor that a subscription names when it is refused or ends as too old."""
-    with pytest.raises(InvalidInputError) as caught:
-        await take(subscription, 1, seconds=10)
-    assert isinstance(caught.value.detail, dict)
-    assert caught.value.code == "invalid_input"
-    assert caught.value.detail["reason"] == "cursor_expired"
-    assert str(caught.value).startswith(
-        "invalid_input: events after this cursor were deleted, see FF_FEED_RETENTION_MS;"
-    )
-    oldest = caught.value.detail["oldest_cursor"]
-    assert isinstance(oldest, bytes)
-    return oldest
+from .following import DAY, HOLDS, SLOW, complete_together, expired, held_commits, ids, take, trim, waits_for_commit
 
 
 @pytest.fixture(params=["partitions", "rows"])

@@ -8,7 +8,7 @@ from flowfabric.engine.event.decoding import COMPLETION, INSTANCE_TAG, LEASE, OP
 from flowfabric.engine.event.reader import Buffer, Reader
 from flowfabric.engine.event.subscription import Subscription
 from flowfabric.engine.store import Store
-from flowfabric.model.cursor import InvalidCursor, Position, decode_cursor
+from flowfabric.model.cursor import InvalidCursor, decode_cursor
 from flowfabric.model.errors import error
 from flowfabric.model.feed import (
     CompletionEvent,
@@ -18,6 +18,7 @@ from flowfabric.model.feed import (
     ScannerFilter,
     SignalDeliveryEvent,
 )
+from flowfabric.model.position import Position
 from flowfabric.model.text import shown
 from flowfabric.tasks import create_shared_task
 
@@ -68,7 +69,7 @@ class Feeds:
         """End current subscriptions with `stream_disconnected`, and reject new ones."""
         self._refuses = True
         for task, buffer in self._readers.items():
-            buffer.disconnect(CLOSING, is_cut=True)
+            buffer.disconnect(CLOSING, drops_queued=True)
             task.cancel()
 
     async def drain(self) -> None:

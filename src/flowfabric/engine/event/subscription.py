@@ -8,9 +8,10 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from flowfabric.engine.event.reader import Buffer
-from flowfabric.model.cursor import Position, encode_cursor
+from flowfabric.model.cursor import encode_cursor
 from flowfabric.model.errors import error
 from flowfabric.model.feed import FeedEvent
+from flowfabric.model.position import Position
 
 Event = TypeVar("Event", bound=FeedEvent, covariant=True)
 Start = Callable[[Buffer[Event]], Awaitable[tuple[Position, "asyncio.Task[None]"]]]
@@ -68,7 +69,7 @@ class Subscription(Generic[Event]):
         while True:
             if self._has_ended or buffer.is_closed:
                 raise StopAsyncIteration
-            if buffer.events and not buffer.is_cut:
+            if buffer.events and not buffer.drops_queued:
                 event = buffer.take()
                 self._cursor = event.cursor
                 return event
