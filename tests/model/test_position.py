@@ -67,6 +67,11 @@ def test_deleted_events_are_needed_if_they_may_be_unread() -> None:
     assert between.rewound(8).needs(trimmed(6, 8, 10_000), ended)
 
 
+def test_late_events_are_read_behind_the_restored_ones() -> None:
+    assert (replace(POSITION, last=0, nth=0).late_after, POSITION.closed().late_after) == (7, 7)
+    assert POSITION.late_after == POSITION.after == 332
+
+
 def test_a_position_beyond_a_restored_dump_goes_back_to_its_end() -> None:
     rewound = POSITION.rewound(310)
     assert rewound.trims == 0

@@ -110,10 +110,10 @@ class Reader(Generic[Event]):
         filter: ScannerFilter | None,
         buffer: Buffer[Event],
         *,
-        reads: asyncio.Semaphore,
+        queries: asyncio.Semaphore,
     ) -> None:
         self._store = store
-        self._reads = reads
+        self._queries = queries
         self._feed = feed
         self._buffer = buffer
         self._is_rare = feed.family in RARE_FAMILIES
@@ -127,7 +127,7 @@ class Reader(Generic[Event]):
         if position is not None:
             return self._checked(position, await self._look(position))
         blank = Position.oldest(self._feed.family)
-        found = await self._look(blank, is_forced=True)
+        found = await self._look(blank)
         blank = replace(blank, generation=found.generation, origin=found.origin, trims=found.trimmed.trims)
         return blank if is_oldest else found.opened(blank).closed()
 
@@ -179,13 +179,12 @@ class Reader(Generic[Event]):
         if position.needs(trimmed, position.window or current):
             raise _refusal("cursor_expired", "events after this cursor were deleted, see FF_FEED_RETENTION_MS")
 
-    async def _look(self, position: Position, *, is_forced: bool = False) -> "_Found":
+    async def _look(self, position: Position) -> "_Found":
         while True:
             (row,) = await self._fetch(
                 SQL.open_window,
                 floor=position.floor,
                 generation=position.generation,
-                is_forced=is_forced,
                 **self._late(position),
             )
             if row["is_current"]:
@@ -215,13 +214,11 @@ class Reader(Generic[Event]):
 
     async def _put(self, row: Record, cursors: CursorWriter, skipped: int, position: Position) -> None:
         try:
-            events = self._feed.events(row, cursors.of_event(row["event_id"]), skipped)
+            for event in self._feed.events(row, cursors.of_event(row["event_id"]), skipped):
+                await self._buffer.put(event)
         except Undecodable as reason:
             self._warn(f"{self._feed.operation} skips event {row['event_id']}: {reason}", str(reason))
             self._buffer.reached = position
-            return
-        for event in events:
-            await self._buffer.put(event)
 
     def _warn(self, text: str, reason: str) -> None:
         if reason not in self._warned:
@@ -261,7 +258,7 @@ class Reader(Generic[Event]):
         }
 
     async def _fetch(self, statement: Statement, **values: object) -> list[Record]:
-        async with self._reads:
+        async with self._queries:
             return await self._store.fetch(statement, **values)
 
     async def _retry(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
@@ -336,7 +333,6 @@ def _matching(store: Store, feed: Feed[Event], filter: ScannerFilter) -> dict[st
     takes_unknown = family is EventFamily.LEASE
     kinds = known - set(FAMILY_KINDS[family]) if takes_unknown else set(FAMILY_KINDS[family])
     key, value = filter.instance_tag or (None, None)
-    is_instance_tag = key == store.rules.instance_tag
     return {
         "kinds": sorted(kinds),
         "takes_unknown_kinds": takes_unknown,
@@ -345,7 +341,5 @@ def _matching(store: Store, feed: Feed[Event], filter: ScannerFilter) -> dict[st
         "namespace": filter.namespace,
         "tag_key": key,
         "tag_value": value,
-        "is_instance_tag": is_instance_tag,
-        # An event about the instance tag is filtered by its own value.
-        "is_own_tag": is_instance_tag and family is EventFamily.INSTANCE_TAG,
+        "is_instance_tag": key == store.rules.instance_tag,
     }

@@ -1,7 +1,7 @@
 -- name: open_window
 -- The current snapshot and the newest visible event; what was deleted; and which server the transaction ids are from.
 -- :floor is the newest event that was read before; :xmax, :next_xid and :in_progress are the transactions that were in progress
--- then. next_xid is null if nothing can have become visible since. Otherwise it is the id of this transaction, which is higher than
+-- then; a new reader gives the generation 0. next_xid is null if nothing can have become visible since. Otherwise it is the id of this transaction, which is higher than
 -- that of every transaction that was in progress when the snapshot was taken: the snapshot itself does not list transactions that
 -- began after the last one that has ended.
 -- Events with ids up to :floor can only come from those transactions: a transaction has its id before it draws an event id, and
@@ -10,7 +10,7 @@ with seen as materialized (
   select pg_current_snapshot() as snapshot, coalesce((select e.event_id from event e order by e.event_id desc limit 1), 0) as newest
 )
 select s.snapshot, s.newest,
-       case when :is_forced::boolean or s.newest > :floor::bigint or o.generation <> :generation::int
+       case when s.newest > :floor::bigint or o.generation <> :generation::int
               or (:next_xid::bigint > :xmax::bigint and pg_snapshot_xmax(s.snapshot) > :xmax::text::xid8)
               or exists (select from unnest(:in_progress::bigint[]) as p(xid)
                           where pg_visible_in_snapshot(p.xid::text::xid8, s.snapshot))
@@ -57,7 +57,7 @@ select t.*, e.event_id, e.is_match, e.place, e.at, e.kind::text as kind, e.parti
                              or s.namespace_no = (select n.namespace_no from namespace n where n.namespace = :namespace))
                         and case
                               when :tag_key::text is null then true
-                              when :is_own_tag::boolean or (:is_instance_tag::boolean and s.tags is null) then s.instance_tag = :tag_value::text
+                              when :is_instance_tag::boolean and s.tags is null then s.instance_tag = :tag_value::text
                               else s.tags ->> :tag_key = :tag_value end, false) as is_match
                  from scan s) m
         where m.is_match or m.place = :scanned::int
