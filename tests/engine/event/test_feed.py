@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import asyncpg
@@ -25,7 +26,9 @@ from flowfabric.feeds import (
     LeaseRenewed,
     ReportedOutcome,
     ScannerFilter,
+    Subscription,
 )
+from sessions import session
 
 from .following import complete_together, ids, is_quiet, take
 
@@ -298,7 +301,7 @@ async def test_a_wrong_argument_is_refused_by_the_call(engine: Engine, name: str
         b"garbage": "cursor: not a cursor of a feed",
         b"\x02": "incomplete",
         cursor[:-1]: "incomplete",
-        cursor[:-1] + b"!": "damaged",
+        cursor[:-1] + bytes([cursor[-1] ^ 1]): "damaged",
         cursor + b"!": "damaged",
         foreign: "another feed",
     }
@@ -308,9 +311,10 @@ async def test_a_wrong_argument_is_refused_by_the_call(engine: Engine, name: str
                 subscribe(given)
             assert getattr(caught.value, "code", None) == "invalid_input"
             assert name in str(caught.value)
-        for bad in ("text", 5):
-            with pytest.raises(Exception, match="cursor: must be bytes"):
-                subscribe(bad)
+        with pytest.raises(Exception, match=r"cursor: must be bytes or None, got 5$"):
+            subscribe(5)
+        with pytest.raises(Exception, match=r"cursor: must be bytes or None, got .*; turn text .* bytes.fromhex"):
+            subscribe(cursor.hex())
         with pytest.raises(Exception, match="filter: must be a ScannerFilter"):
             subscribe(b"", {"namespace": "x"})
 
@@ -319,13 +323,14 @@ async def test_an_unknown_kind_of_event_is_skipped_with_one_warning(
     engine: Engine, given: Given, url: str, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = await given.completed()
-    # A newer version writes kinds and values that this one does not know.
+    # A newer version writes kinds and values that this one does not know, or cannot decode.
     await connection.execute("alter type event_kind add value 'teleported'")
     await connection.execute(
         """insert into event (at, partition_key, kind, namespace_no, execution_id, outcome, reason, details)
            select 1, 1, kind::event_kind, 1, gen_random_uuid(), outcome, reason, details::jsonb
              from (values ('teleported', null, null, null), ('teleported', null, null, null), ('ended', 99, null, null),
                           ('operator_action', null, 'shouted', null), ('operator_action', null, 'replayed', '[]'),
+                          ('operator_action', null, 'replayed', '{"x": ' || repeat('1', 5000) || '}'),
                           ('signal', null, null, '{"signal_id": "?"}'), ('tag_attached', null, null, null))
                   as e(kind, outcome, reason, details)"""
     )
@@ -341,13 +346,14 @@ async def test_an_unknown_kind_of_event_is_skipped_with_one_warning(
         await engine.resume_execution(execution_id=wait.execution_id)
         assert ids(await take(signals, 1)) == ids(await take(actions, 1)) == [wait.execution_id]
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert sorted(text.partition(";")[0] for text in warned) == [
+    assert sorted(text.partition(";")[0].partition("('Exceeds")[0] for text in warned) == [
         "subscribe_completion skips event 5: the outcome 99 is unknown",
-        "subscribe_instance_tags skips event 9: the value of the tag is missing",
+        "subscribe_instance_tags skips event 10: the value of the tag is missing",
         "subscribe_lease_history skips event 3: the kind 'teleported' is unknown",
         "subscribe_operator_events skips event 6: the event type 'shouted' is unknown",
         "subscribe_operator_events skips event 7: the details are not an object: '[]'",
-        "subscribe_signal_delivery skips event 8: the details of a signal cannot be read: "
+        "subscribe_operator_events skips event 8: it cannot be decoded: ValueError",
+        "subscribe_signal_delivery skips event 9: the details of a signal cannot be read: "
         "ValueError('badly formed hexadecimal UUID string')",
     ]
 
@@ -363,6 +369,101 @@ async def test_a_row_without_a_lease_for_each_execution_is_skipped_as_a_whole(
     assert [type(event) for event in found] == [*[LeaseAcquired] * 4, LeaseReleased]
     assert ids(found[3:]) == [last, last]
     assert "skips event 2: the numbers of executions and leases differ" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+async def test_a_cursor_may_be_any_kind_of_bytes(engine: Engine, given: Given, kind: type) -> None:
+    async with engine.subscribe_completion(kind(OLDEST)) as events:
+        one = await given.completed()
+        assert ids(await take(events, 1)) == [one]
+
+
+async def test_a_subscription_is_refused_in_another_event_loop(engine: Engine) -> None:
+    def elsewhere(call: Callable[[], Coroutine[Any, Any, object]]) -> object:
+        return asyncio.run(call())
+
+    started, unstarted = await engine.subscribe_completion(), engine.subscribe_completion()
+    for events in (started, unstarted):
+
+        async def wait(events: Subscription[Any] = events) -> object:
+            return await events
+
+        for call in (events.__anext__, events.__aenter__, wait, events.aclose):
+            with pytest.raises(RuntimeError, match=r"^subscribe_completion: .* connected in another event loop; "):
+                await asyncio.to_thread(elsewhere, call)
+    await started.aclose()
+
+
+async def test_a_subscription_is_read_by_one_task_at_a_time(engine: Engine, given: Given) -> None:
+    async with engine.subscribe_completion() as events:
+        waiter = asyncio.create_task(anext(events))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="subscribe_completion: another task waits for the next event"):
+            await anext(events)
+        one = await given.completed()
+        assert (await waiter).execution_id == one
+        two = await given.completed()
+        assert ids(await take(events, 1)) == [two]
+
+
+async def test_a_closed_subscription_cannot_be_started_again(engine: Engine) -> None:
+    events = await engine.subscribe_completion()
+    never_started = engine.subscribe_completion()
+    for closed in (events, never_started):
+        await closed.aclose()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"^subscribe_completion: this subscription is closed; "):
+                await closed
+            with pytest.raises(RuntimeError, match="this subscription is closed"):
+                async with closed:
+                    pass
+        with pytest.raises(StopAsyncIteration):
+            await anext(closed)
+        await closed.aclose()
+
+
+@pytest.fixture
+async def holder(url: str) -> AsyncIterator[asyncpg.Connection]:
+    """A session that locks what subscriptions read."""
+    connection = await session(url, "test holder")
+    yield connection
+    await connection.close()
+
+
+@pytest.mark.usefixtures("patient_with_locks")
+async def test_a_shutdown_waits_until_readers_have_stopped(
+    engines: Engines, holder: asyncpg.Connection, eventually: Eventually
+) -> None:
+    engine = await engines()
+    events = await engine.subscribe_completion(OLDEST)
+    await holder.execute("begin; lock table feed_trim in access exclusive mode")
+    parts_of(engine).wakeups.feeds.wake_all()
+    await eventually(lambda: waits_for_lock(holder))
+    assert readers() == 1
+    await engine.shutdown_prepare(5000)
+    assert readers() == 0
+    await events.aclose()
+
+
+@pytest.mark.usefixtures("patient_with_locks")
+async def test_a_subscription_that_starts_during_a_shutdown_is_refused(
+    engines: Engines, holder: asyncpg.Connection, eventually: Eventually
+) -> None:
+    engine = await engines()
+    await holder.execute("begin; lock table feed_trim in access exclusive mode")
+    starting = asyncio.create_task(anext(engine.subscribe_completion(OLDEST)))
+    await eventually(lambda: waits_for_lock(holder))
+    await engine.shutdown_prepare(1000)
+    await holder.execute("rollback")
+    await refused(starting, "unavailable", "the engine is closing")
+    assert readers() == 0
+
+
+async def waits_for_lock(connection: asyncpg.Connection) -> bool:
+    """Whether a session waits for a table that is locked."""
+    return bool(
+        await connection.fetchval("select exists (select from pg_locks where locktype = 'relation' and not granted)")
+    )
 
 
 async def test_a_full_queue_stops_the_reader_until_events_are_taken(
