@@ -211,3 +211,17 @@ async def test_the_newest_deleted_event_of_each_family_is_recorded(
     assert marks == {"completion": (newest, 1), "lease_event": (newest, 1), "signal_event": (signal["event_id"], 1)}
     assert await trim(kept) == 0
     assert {row["trims"] for row in await rows.of("feed_trim")} == {1}
+
+
+async def test_a_deleted_event_of_an_unknown_kind_is_of_the_history_of_leases(
+    kept: Engine, clock: Clock, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    # A newer version writes kinds that this one does not know.
+    await connection.execute("alter type event_kind add value 'teleported'")
+    await connection.execute(
+        """insert into event (at, partition_key, kind, namespace_no, execution_id)
+           values (ff_now(), 1, 'teleported', 1, gen_random_uuid())"""
+    )
+    await clock.advance(seconds=2 * DAY)
+    assert await trim(kept) > 0
+    assert [row["family"] for row in await rows.of("feed_trim")] == ["lease_event"]
