@@ -1,7 +1,7 @@
 """A saved cursor is refused only if an event behind it was deleted, however the transactions of the events overlapped.
 
-The tests write events themselves: operations do not let a test choose when a transaction gets its id, draws the ids of its
-events and ends.
+The tests write events themselves: operations do not let a test choose when a transaction gets its id, draws the ids of
+its events and ends.
 """
 
 import asyncio
