@@ -26,6 +26,7 @@ COUNT = 20_000
 RARE = 1_000
 DAY_MS = 86_400_000
 
+# Written as rows: operations would take minutes for so many events, and all of them would be of one day.
 _COMMON = f"""
 insert into event (at, partition_key, kind, namespace_no, execution_id, lease_id, lease_epoch, attempt_index, outcome,
                    reason)

@@ -1,9 +1,9 @@
 -- name: open_window
 -- The current snapshot and the newest visible event; what was deleted; and which server the transaction ids are from.
 -- :floor is the newest event that was read before; :xmax, :next_xid and :in_progress are the transactions that were in progress
--- then; a new reader gives the generation 0. next_xid is null if nothing can have become visible since. Otherwise it is the id of this transaction, which is higher than
--- that of every transaction that was in progress when the snapshot was taken: the snapshot itself does not list transactions that
--- began after the last one that has ended.
+-- then; :generation is 0 for a new reader, so that it gets a window. next_xid is null if nothing can have become visible since.
+-- Otherwise it is the id of this transaction, which is higher than that of every transaction that was in progress when the snapshot
+-- was taken: the snapshot itself does not list transactions that began after the last one that has ended.
 -- Events with ids up to :floor can only come from those transactions: a transaction has its id before it draws an event id, and
 -- sessions do not cache numbers of the sequence, so a transaction that begins later draws higher ids.
 with seen as materialized (
