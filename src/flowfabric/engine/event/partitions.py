@@ -16,7 +16,7 @@ SQL = statements_beside(__file__)
 TRIM_LIMIT = 1000
 LISTED = 1000
 """How many of the transactions that wrote deleted events are recorded for each family."""
-SCANNED = 10_000
+SCANNED = 2_000
 """How many events of a dropped partition are read, while writers wait, to find those transactions."""
 
 _PAIRS = [(family, kind) for family, kinds in FAMILY_KINDS.items() for kind in kinds]

@@ -6,7 +6,8 @@ select c.now, c.now - :retention_ms::bigint as oldest from (select ff_now() as n
 -- The transactions of the events in `deleted`, by family and origin of their ids, each with its newest event. Kinds that this version
 -- does not know are of the family :other_family. Events without an outcome are not of :outcome_family.
 writers as (
-  select f.family, (select coalesce(max(o.restored_event_id), 0) from feed_origin o where o.restored_event_id < d.event_id) as restored_event_id,
+  select f.family,
+         (select coalesce(max(o.restored_event_id), 0) from feed_origin o where o.restored_event_id < d.event_id) as restored_event_id,
          d.xid, max(d.event_id) as event_id
     from deleted d
    cross join lateral (
@@ -113,7 +114,8 @@ deleted as materialized (
      and g.restored_event_id < n.event_id
      and not exists (select from feed_origin o
                       where o.restored_event_id > g.restored_event_id
-                        and o.restored_event_id < (select e.event_id from event e where e.at >= :first and e.at < :until order by e.event_id limit 1))
+                        and o.restored_event_id < (
+                            select e.event_id from event e where e.at >= :first and e.at < :until order by e.event_id limit 1))
 )
 -- include: record_trim
 ;
