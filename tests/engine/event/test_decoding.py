@@ -153,7 +153,8 @@ async def test_every_event_is_delivered_with_its_fields(
     async with getattr(engine, operation)(OLDEST) as events:
         found = await take(events, len(expected))
     for one, other in zip(found, expected, strict=True):
-        assert replace(one, cursor=b"") == other
+        # A known word is a member of its enumeration, which is equal to the word.
+        assert repr(replace(one, cursor=b"")) == repr(other)
 
 
 @pytest.mark.parametrize("failure", [ValueError, TypeError, KeyError, RecursionError])
