@@ -4,6 +4,8 @@ from flowfabric.engine.event.subscription import Subscription
 from flowfabric.model.cursor import OLDEST
 from flowfabric.model.event import AcquireReason, ReleaseReason
 from flowfabric.model.feed import (
+    AnyInstanceTagEvent,
+    AnyLeaseEvent,
     CompletionEvent,
     CompletionKind,
     FeedEvent,
@@ -29,6 +31,8 @@ from flowfabric.model.signal import ReportedEffect
 __all__ = [
     "OLDEST",
     "AcquireReason",
+    "AnyInstanceTagEvent",
+    "AnyLeaseEvent",
     "CompletionEvent",
     "CompletionKind",
     "FeedEvent",

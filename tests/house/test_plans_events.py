@@ -9,7 +9,7 @@ import pytest
 
 from databases import Databases
 from fixtures import Clock, Eventually, Given, uuid_of
-from flowfabric.db.database import Database
+from flowfabric.db.database import Database, Transaction
 from flowfabric.db.session import session_settings
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -26,6 +26,7 @@ COUNT = 20_000
 RARE = 1_000
 DAY_MS = 86_400_000
 
+# Written as rows: operations would take minutes for so many events, and all of them would be of one day.
 _COMMON = f"""
 insert into event (at, partition_key, kind, namespace_no, execution_id, lease_id, lease_epoch, attempt_index, outcome,
                    reason)
@@ -216,6 +217,29 @@ async def test_old_events_are_trimmed_by_a_bounded_number(
     while await parts_of(reader).event_partitions.trim_events():
         pass
     assert max(await explained.touched("take_old_events")) <= 300
+
+
+async def test_dropping_a_partition_reads_a_bounded_number_of_its_events(
+    reader: Engine, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.engine.event.partitions.SCANNED", 100)
+    counts = []
+    fetch = Transaction.fetch
+
+    async def explain(transaction: Transaction, statement: Statement, **values: object) -> Any:
+        # Other sessions cannot read the events: the transaction has locked them.
+        plan = await Explained(transaction.connection)._plan(statement, statement.arguments(values))
+        counts.append(sum(_entries(plan)))
+        return await fetch(transaction, statement, **values)
+
+    connection = await session(store, "test clock")
+    await connection.execute("update test_clock set offset_ms = offset_ms + $1", 2 * DAY_MS)
+    await connection.close()
+    monkeypatch.setattr(Transaction, "fetch", explain)
+    assert await parts_of(reader).event_partitions.keep_partitions() > 0
+    # The newest, those of the highest transactions, up to 100 of each rare kind, and the oldest.
+    assert counts
+    assert max(counts) <= 100 + 100 + 2 * 100 + 1
 
 
 async def test_a_rare_event_cannot_name_several_executions(connection: asyncpg.Connection) -> None:

@@ -8,10 +8,17 @@ from typing import assert_type
 
 from flowfabric import Engine
 from flowfabric.feeds import (
+    AnyInstanceTagEvent,
+    AnyLeaseEvent,
     CompletionEvent,
     FeedEvent,
-    InstanceTagEvent,
-    LeaseEvent,
+    LeaseAcquired,
+    LeaseExpired,
+    LeaseReclaimed,
+    LeaseReleased,
+    LeaseRenewed,
+    LeaseReplayInitiated,
+    LeaseRevoked,
     ScannerFilter,
     Subscription,
 )
@@ -31,10 +38,18 @@ async def inferred(engine: Engine) -> None:
     subscription = engine.subscribe_completion(b"", ScannerFilter(namespace="n"))
     assert_type(subscription, Subscription[CompletionEvent])
     assert_type(await subscription, Subscription[CompletionEvent])
-    assert_type(Engine.subscribe_instance_tags(engine), Subscription[InstanceTagEvent])
+    assert_type(Engine.subscribe_instance_tags(engine), Subscription[AnyInstanceTagEvent])
     async with engine.subscribe_lease_history() as leases:
         async for event in leases:
-            assert_type(event, LeaseEvent)
+            assert_type(event, AnyLeaseEvent)
+            # Complete without a last case: type checkers report a missing one.
+            match event:
+                case LeaseAcquired() | LeaseRenewed() | LeaseReleased() | LeaseExpired() | LeaseRevoked():
+                    assert_type(event.lease_epoch, int)
+                case LeaseReclaimed():
+                    assert_type(event.new_owner, str | None)
+                case LeaseReplayInitiated():
+                    assert_type(event.reason, str | None)
     followed: list[Subscription[FeedEvent]] = [subscription, leases]
     assert_type(followed[0].cursor, bytes)
 

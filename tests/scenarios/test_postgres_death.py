@@ -1,6 +1,7 @@
 """When Postgres is killed under load, everything acknowledged is kept, and the engine works again once it is back."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -163,6 +164,50 @@ async def test_a_stream_and_its_reader_survive_a_killed_server(killable: Killabl
                 is_enough.set()
         count = await run.result(timeout=60)
     assert found == [str(number) for number in range(count)]
+
+
+async def test_a_cursor_continues_when_a_killed_server_assigns_its_transaction_ids_again(
+    killable: KillableServer, store: str
+) -> None:
+    """Ids of transactions that wrote nothing are not on disk."""
+    async with Engine.connect(settings=Settings(database_url=store)) as engine:
+        await ended(engine)
+        async with engine.subscribe_completion() as events:
+            before = events.cursor
+            first = await ended(engine)
+            assert (await anext(events)).execution_id == first
+            connection = await asyncpg.connect(store)
+            for _ in range(500):
+                highest = int(await connection.fetchval("select pg_current_xact_id()::text"))
+            connection.terminate()
+            async with engine.subscribe_completion() as late:
+                saved = late.cursor
+            killable.kill()
+            await killable.start_again()
+            made = [await ended_again(engine) for _ in range(5)]
+            async with asyncio.timeout(60):
+                assert [(await anext(events)).execution_id for _ in made] == made
+        connection = await asyncpg.connect(store)
+        assert int(await connection.fetchval("select pg_current_xact_id()::text")) < highest
+        await connection.close()
+        for cursor, expected in ((before, [first, *made]), (saved, made)):
+            async with engine.subscribe_completion(cursor) as resumed, asyncio.timeout(60):
+                assert [(await anext(resumed)).execution_id for _ in expected] == expected
+
+
+async def ended(engine: Engine) -> str:
+    """An execution that was cancelled before its first claim."""
+    made = await engine.create_execution(**new())
+    await engine.cancel_execution(execution_id=made.execution_id, reason="not wanted")
+    return made.execution_id
+
+
+async def ended_again(engine: Engine) -> str:
+    """The same, as soon as the server answers."""
+    while True:
+        with contextlib.suppress(TransportError):
+            return await ended(engine)
+        await asyncio.sleep(0.01)
 
 
 async def kill_session(url: str) -> None:

@@ -208,7 +208,8 @@ class Hints:
         while not lost.is_set():
             arrived.clear()
             token = secrets.token_hex(8)
-            # A connection that does not answer is lost; one that answers but does not receive the probe is deaf.
+            # A connection that does not answer is lost; one that answers but does not get the probe receives no
+            # notifications.
             await connection.execute(_PING, timeout=self.PROBE_TIMEOUT_SECONDS)
             # Sent by another session while this one is idle: a pooler in transaction mode forwards notifications only
             # to the session that is running a statement.

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -36,32 +36,8 @@ select quote_ident(current_user), quote_ident(pg_get_userbyid(relowner))
   from pg_class where oid = to_regclass($1 || '.event')
 """
 
-_INDEX_CONDITION = "kind not in ('acquired', 'renewed', 'released', 'ended')"
-"""The condition of the index on rare events, which a query must repeat to use that index."""
-
-_NEWEST = 'select event_id from "{schema}"."{name}" order by event_id desc limit 1'
-_NEWEST_RARE = f"""
-select max(e.event_id) from unnest($2::text[]) as k(kind)
- cross join lateral (
-       select event_id from "{{schema}}"."{{name}}"
-        where kind = k.kind::"{{schema}}".event_kind and {_INDEX_CONDITION} order by event_id desc limit 1) e
-"""
-# The transaction ids of restored events are of another server. Transaction ids rise with event ids, except those of
-# transactions that overlap, so the highest one is among the newest events.
-_NEWEST_XID = """
-select max(e.xid)
-  from (select xid from "{schema}"."{name}"
-         where event_id > coalesce((select max(restored_event_id) from "{schema}".feed_origin), 0)
-         order by event_id desc limit 10000) e
-"""
-_RECORD = """
-insert into "{schema}".feed_trim as t (family, event_id, xid)
-select $1, d.event_id, d.xid
-  from (select ({newest}) as event_id, coalesce(({newest_xid}), '0') as xid) d
- where d.event_id is not null
-on conflict (family) do update
-   set event_id = greatest(t.event_id, excluded.event_id), xid = greatest(t.xid, excluded.xid), trims = t.trims + 1
-"""
+Record = Callable[[int, int], Awaitable[None]]
+"""Records which events are dropped: those from a millisecond until before another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,12 +87,10 @@ async def ensure(connection: Connection, *, schema: str, now_ms: int, ahead_days
     return EnsuredPartitions(created=tuple(created), skipped=skipped)
 
 
-async def drop_older(
-    connection: Connection, *, schema: str, before_ms: int, families: Mapping[str, Sequence[str] | None]
-) -> list[str]:
+async def drop_older(connection: Connection, *, schema: str, before_ms: int, record: Record) -> list[str]:
     """Drop the partitions that hold only older events; return their names.
 
-    Records the newest dropped event of each family in the same transaction; a family is its kinds, or None for all.
+    `record` is called for each of them, in the transaction that makes its events invisible.
     """
     check_schema_name(schema)
     dropped: list[str] = []
@@ -126,7 +100,7 @@ async def drop_older(
         try:
             # Detaching locks the whole table but is quick; dropping the detached table may take longer.
             if is_attached:
-                await _detach(connection, schema, name, families)
+                await _detach(connection, schema, name, record)
             if await _drop(connection, schema, name):
                 dropped.append(name)
         except asyncpg.LockNotAvailableError:
@@ -163,17 +137,15 @@ async def _create(connection: Connection, schema: str, name: str) -> bool:
         return True
 
 
-async def _detach(connection: Connection, schema: str, name: str, families: Mapping[str, Sequence[str] | None]) -> None:
+async def _detach(connection: Connection, schema: str, name: str, record: Record) -> None:
     async with _locked_transaction(connection, schema):
         if not await _exists(connection, schema, name, attached=True):
             return
-        # Locks the tables before the rows of feed_trim: the statement that deletes single events does so too.
+        # Locks all that detaching locks before the rows that `record` writes: deleting single events does so too.
+        tables = ", ".join(f'only "{schema}".{table}' for table in ("event", "event_default", f'"{name}"'))
+        await connection.execute(f"lock table {tables} in access exclusive mode")
+        await record(*bounds_of(name))
         await connection.execute(f'alter table "{schema}".event detach partition "{schema}"."{name}"')
-        for family, kinds in sorted(families.items()):
-            newest = (_NEWEST if kinds is None else _NEWEST_RARE).format(schema=schema, name=name)
-            newest_xid = _NEWEST_XID.format(schema=schema, name=name)
-            record = _RECORD.format(newest=newest, newest_xid=newest_xid, schema=schema)
-            await connection.execute(record, family, *(() if kinds is None else (kinds,)))
 
 
 async def _drop(connection: Connection, schema: str, name: str) -> bool:

@@ -297,10 +297,13 @@ create table feed_origin (
 
 create table feed_trim (
   family text not null,
-  event_id bigint not null,
-  xid xid8 not null,
+  restored_event_id bigint not null,
   trims bigint not null default 1,
-  constraint feed_trim_pkey PRIMARY KEY (family));
+  event_id bigint not null,
+  xids xid8[] not null,
+  event_ids bigint[] not null,
+  unlisted_xid xid8 not null,
+  constraint feed_trim_pkey PRIMARY KEY (family, restored_event_id));
 
 create table idempotency_key (
   partition_key smallint not null,

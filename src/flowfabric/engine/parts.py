@@ -1,5 +1,6 @@
 """The parts of an engine: its services, built once per engine, and how the worker and the reconciler reach them."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -101,15 +102,12 @@ class Parts:
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
+        # Tails and subscriptions that are woken at once leave connections for others.
+        queries = asyncio.Semaphore(max(settings.database_pool_size // 2, 1))
         self.tails = services.add(
-            Tails(
-                store,
-                results,
-                pool_size=settings.database_pool_size,
-                max_operations=settings.max_concurrent_stream_ops,
-            )
+            Tails(store, results, queries=queries, max_operations=settings.max_concurrent_stream_ops)
         )
-        feeds = services.add(Feeds(store, pool_size=settings.database_pool_size))
+        feeds = services.add(Feeds(store, queries=queries))
         self.event_partitions = services.add(EventPartitions(store))
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))

@@ -105,8 +105,8 @@ class LeaseAcquired(LeaseEvent):
     lease_id: LeaseId
     worker_instance_id: str | None
     """None if the worker has not been seen for so long that its name is deleted."""
-    reason: AcquireReason | None
-    """How, if not by an ordinary claim."""
+    reason: AcquireReason | str | None
+    """How, if not by an ordinary claim; text if it is not a reason that this version knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ class LeaseReleased(LeaseEvent):
 
     lease_id: LeaseId
     worker_instance_id: str | None
-    reason: ReleaseReason | str
+    reason: ReleaseReason | str | None
     """Why; text if it is not a reason that this version knows."""
 
 
@@ -163,6 +163,12 @@ class LeaseReplayInitiated(LeaseEvent):
     """An ended execution was made runnable again."""
 
     reason: str | None
+
+
+AnyLeaseEvent = (
+    LeaseAcquired | LeaseRenewed | LeaseReleased | LeaseExpired | LeaseReclaimed | LeaseRevoked | LeaseReplayInitiated
+)
+"""What the history of leases delivers, for `match`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,3 +219,7 @@ class InstanceTagAttached(InstanceTagEvent):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InstanceTagCleared(InstanceTagEvent):
     """The instance tag of an execution lost this value."""
+
+
+AnyInstanceTagEvent = InstanceTagAttached | InstanceTagCleared
+"""What the feed of instance tags delivers, for `match`."""

@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import asyncpg
+import pytest
 
 from engine.state import items, new
 from fixtures import Rows
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
+from flowfabric.errors import InvalidInputError
 from flowfabric.feeds import FeedEvent, Subscription
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import LaneId, Partitions
@@ -31,6 +34,33 @@ create constraint trigger test_hold after insert on event_default deferrable ini
 
 SLOW = "slow"
 """The lane whose commits are delayed."""
+
+
+DAY = 86_400
+
+
+async def trim(engine: Engine) -> int:
+    """Delete the events past their retention, by both ways; return how many rows and partitions."""
+    partitions = parts_of(engine).event_partitions
+    changed = await partitions.keep_partitions()
+    while deleted := await partitions.trim_events():
+        changed += deleted
+    return changed
+
+
+async def expired(subscription: Subscription[Any]) -> bytes:
+    """The oldest cursor that a subscription names when it is refused or ends as too old."""
+    with pytest.raises(InvalidInputError) as caught:
+        await take(subscription, 1, seconds=10)
+    assert isinstance(caught.value.detail, dict)
+    assert caught.value.code == "invalid_input"
+    assert caught.value.detail["reason"] == "cursor_expired"
+    assert str(caught.value).startswith(
+        "invalid_input: events after this cursor were deleted, see FF_FEED_RETENTION_MS;"
+    )
+    oldest = caught.value.detail["oldest_cursor"]
+    assert isinstance(oldest, bytes)
+    return oldest
 
 
 async def take(subscription: Subscription[Event], count: int, *, seconds: float = 30) -> list[Event]:

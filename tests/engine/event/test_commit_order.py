@@ -1,21 +1,27 @@
 """No committed event is skipped, although events are not committed in the order of their ids."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
 
 import asyncpg
 import pytest
 
+from engine.sending import waiting
 from engine.state import items, new
-from fixtures import Eventually, Given, Rows, uuid_of
+from fixtures import Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
-from flowfabric.feeds import OLDEST
+from flowfabric.feeds import OLDEST, FeedEvent, Subscription
 from flowfabric.model.cursor import decode_cursor
 from flowfabric.model.event import EventFamily
 from sessions import session
 
 from .following import HOLDS, SLOW, held_commits, ids, is_quiet, stored, take, waits_for_commit
+
+Call = Callable[[Engine], Coroutine[Any, Any, object]]
+Prepare = Callable[[Engine, Given, str], Awaitable[tuple[str, Call]]]
+"""Prepares an execution on a lane; returns its id and the call that writes an event of it."""
 
 pytestmark = pytest.mark.usefixtures("patient_with_locks", "fast_polls")
 
@@ -55,6 +61,72 @@ async def test_an_event_that_is_committed_late_is_delivered_late(
     async with engine.subscribe_completion(first.cursor) as after_fast, engine.subscribe_completion(start) as whole:
         assert ids(await take(after_fast, 1)) == [slow.execution_id]
         assert ids(await take(whole, 2)) == [slow.execution_id, fast.execution_id]
+
+
+async def _completing(engine: Engine, given: Given, lane: str) -> tuple[str, Call]:
+    handle = await given.claimed(lane_id=lane)
+    return handle.execution_id, lambda engine: engine.complete(handle)
+
+
+async def _delaying(engine: Engine, given: Given, lane: str) -> tuple[str, Call]:
+    handle = await given.claimed(lane_id=lane)
+    return handle.execution_id, lambda engine: engine.delay(handle, 60_000)
+
+
+async def _signalling(engine: Engine, given: Given, lane: str) -> tuple[str, Call]:
+    wait = await waiting(engine, given, lane_id=lane)
+    signal = wait.signal("other")
+    return wait.execution_id, lambda engine: engine.deliver_signal(**signal)
+
+
+async def _resuming(engine: Engine, given: Given, lane: str) -> tuple[str, Call]:
+    wait = await waiting(engine, given, lane_id=lane)
+    return wait.execution_id, lambda engine: engine.resume_execution(execution_id=wait.execution_id)
+
+
+async def _tagging(engine: Engine, given: Given, lane: str) -> tuple[str, Call]:
+    made = await given.created(lane_id=lane)
+    return made, lambda engine: engine.set_execution_tag(made, "ff.instance_id", "a")
+
+
+@pytest.mark.parametrize(
+    ("subscribe", "prepare"),
+    [
+        (Engine.subscribe_completion, _completing),
+        (Engine.subscribe_lease_history, _delaying),
+        (Engine.subscribe_signal_delivery, _signalling),
+        (Engine.subscribe_operator_events, _resuming),
+        (Engine.subscribe_instance_tags, _tagging),
+    ],
+    ids=list(EventFamily),
+)
+async def test_an_event_of_any_feed_that_is_committed_late_is_delivered_late(
+    engine: Engine,
+    engines: Engines,
+    given: Given,
+    url: str,
+    eventually: Eventually,
+    subscribe: Callable[[Engine, bytes], Subscription[FeedEvent]],
+    prepare: Prepare,
+) -> None:
+    other = await engines()
+    slow, write_slow = await prepare(engine, given, SLOW)
+    fast, write_fast = await prepare(engine, given, "fast")
+    async with subscribe(engine, b"") as events:
+        async with held_commits(url) as holder:
+            writing = asyncio.create_task(write_slow(engine))
+            await eventually(lambda: waits_for_commit(holder))
+            await write_fast(other)
+            (first,) = await take(events, 1)
+            assert first.execution_id == fast
+            await eventually(lambda: events.cursor != first.cursor)
+            cursors = [first.cursor, events.cursor]
+            assert await is_quiet(events)
+        await writing
+        assert ids(await take(events, 1)) == [slow]
+    for cursor in cursors:
+        async with subscribe(engine, cursor) as resumed:
+            assert ids(await take(resumed, 1)) == [slow]
 
 
 async def test_an_event_in_flight_when_a_subscription_starts_is_delivered(

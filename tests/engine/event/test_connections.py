@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
-from engine.state import made as created
-from engine.state import new
 from faults.proxy import Proxy
 from fixtures import Clock, Engines, Eventually, Given
+from flowfabric.db.session import _SESSION as SESSION
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.event.reader import Reader
+from flowfabric.engine.event.reader import Buffer, Reader
 from flowfabric.engine.parts import parts_of
+from flowfabric.engine.stream.tail import Tails
 from flowfabric.errors import StreamDisconnectedError, TransportError
 from flowfabric.feeds import OLDEST
 from flowfabric.settings import Settings
@@ -35,7 +35,7 @@ async def proxy(url: str) -> AsyncIterator[Proxy]:
 async def remote(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     """An engine that reaches the store through the proxy, and whose readers retry soon."""
     monkeypatch.setattr(Reader, "RETRY_SECONDS", (0.01, 0.02))
-    monkeypatch.setattr(Reader, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(Reader, "HINTED_SECONDS", 0.05)
     settings = Settings(database_url=proxy.url, migrate_on_start=False)
     async with Engine.connect(settings=settings) as engine:
         yield engine
@@ -46,7 +46,7 @@ async def remote(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 @pytest.fixture
 def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let readers wait for hints, without polling."""
-    monkeypatch.setattr(Reader, "POLL_SECONDS", 600.0)
+    monkeypatch.setattr(Reader, "HINTED_SECONDS", 600.0)
     monkeypatch.setattr(Reader, "UNHINTED_SECONDS", (600.0, 600.0))
 
 
@@ -86,12 +86,12 @@ async def test_a_lost_listener_loses_no_event(
 
 @pytest.mark.usefixtures("fast_polls")
 async def test_without_a_listener_events_are_found_by_polling(engines: Engines, engine: Engine, given: Given) -> None:
-    deaf = await engines(listen=False)
-    async with deaf.subscribe_completion() as events:
+    polling = await engines(listen=False)
+    async with polling.subscribe_completion() as events:
         for _ in range(3):
             one = await given.completed()
             assert ids(await take(events, 1)) == [one]
-    assert not parts_of(deaf).wakeups.hints.is_listening
+    assert not parts_of(polling).wakeups.hints.is_listening
 
 
 async def test_lost_sessions_lose_no_event(
@@ -187,7 +187,7 @@ async def test_a_silent_connection_delays_events_by_its_timeout(
     engine: Engine, given: Given, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.db.session.ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(Reader, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(Reader, "HINTED_SECONDS", 0.05)
     settings = Settings(database_url=proxy.url, migrate_on_start=False, statement_timeout_ms=300)
     async with Engine.connect(settings=settings) as impatient, impatient.subscribe_completion() as events:
         one = await given.completed()
@@ -198,13 +198,60 @@ async def test_a_silent_connection_delays_events_by_its_timeout(
         proxy.heal()
 
 
-async def test_many_subscriptions_on_a_small_pool_starve_nobody(engines: Engines, eventually: Eventually) -> None:
-    engine = await engines(database_pool_size=2)
+@pytest.mark.usefixtures("hints_only")
+async def test_many_subscriptions_on_a_small_pool_leave_connections_for_others(
+    engines: Engines, clock: Clock, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tails, "POLL_SECONDS", (600.0, 600.0))
+    engine = await engines(database_pool_size=4)
+    wakeups, database = parts_of(engine).wakeups, parts_of(engine).store.database
+    wakeups.hints.start_listening()
+    await eventually(lambda: wakeups.hints.is_listening)
     readers = [await engine.subscribe_completion() for _ in range(30)]
-    await created(engine, *[new()] * 5)
-    async with asyncio.timeout(20):
-        made = await complete_together(engine, 20, lane_id="other")
-        for found in await asyncio.gather(*(take(reader, 20) for reader in readers)):
-            assert ids(found) == made
+    handle = await Given(engine, clock).claimed()
+    tails = [asyncio.create_task(engine.tail_stream(handle.execution_id, 0, block_ms=30_000)) for _ in range(30)]
+    await eventually(lambda: parts_of(engine).tails._operations == 30 and database._slots._value == 4)
+    await is_quiet(readers[0], seconds=0.05)
+    wakeups.feeds.wake_all()
+    wakeups.streams.wake_all()
+    most = 0
+    for _ in range(200):
+        await asyncio.sleep(0)
+        most = max(most, len(database._used))
+    # Half of the pool, for subscriptions and waiting readers of streams together.
+    assert most == 2
+    made = await complete_together(engine, 20, lane_id="other")
+    for found in await asyncio.gather(*(take(reader, 20) for reader in readers)):
+        assert ids(found) == made
+    for tail in tails:
+        tail.cancel()
+    await asyncio.gather(*tails, return_exceptions=True)
     for reader in readers:
         await reader.aclose()
+
+
+async def test_a_read_that_meets_a_lock_is_repeated(
+    engines: Engines,
+    engine: Engine,
+    given: Given,
+    connection: asyncpg.Connection,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(SESSION, "lock_timeout", "20ms")
+    monkeypatch.setattr(Reader, "RETRY_SECONDS", (0.01, 0.02))
+    caplog.set_level("DEBUG", "flowfabric.engine.event.reader")
+    hasty = await engines()
+    async with hasty.subscribe_completion() as events:
+        async with connection.transaction():
+            await connection.execute("lock table feed_trim in access exclusive mode")
+            one = await given.completed()
+            parts_of(hasty).wakeups.feeds.wake_all()
+            await eventually(lambda: "a read failed: retry_exhausted" in caplog.text)
+        assert ids(await take(events, 1)) == [one]
+
+
+def test_waits_and_limits_are_those_of_the_specification() -> None:
+    assert (Reader.HINTED_SECONDS, Reader.UNREACHABLE_SECONDS, Reader.RETRY_SECONDS[0]) == (5, 30, 0.2)
+    assert (Reader.PAGE, Buffer.LIMIT) == (256, 1024)

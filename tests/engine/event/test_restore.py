@@ -66,8 +66,7 @@ async def dumps(url: str, tmp_path: Path) -> Dumps:
     connection = await session(url, "test tools")
     tools = Path(await connection.fetchval("select setting from pg_config where name = 'BINDIR'"))
     await connection.close()
-    if not (tools / "pg_dump").exists():
-        pytest.skip(f"{tools} has no pg_dump")
+    assert (tools / "pg_dump").exists(), f"{tools} has no pg_dump; install the client programs of this server"
     return Dumps(url, tmp_path, tools)
 
 

@@ -5,14 +5,18 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any
 
+import asyncpg
+
 from creates import new
+from engine.ends import WAYS, Scene
+from engine.grants import issue_reclaim_grant, reclaim
 from engine.sending import waiting
-from engine.state import claim
+from engine.state import all_cases, claim
 from engine.waits import suspend_run
 from fixtures import Clock, Engines, Eventually, Given
 from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.event import EventFamily
+from flowfabric.model.event import FAMILY_KINDS, EventFamily
 
 COMPLETION, LEASE, SIGNAL = EventFamily.COMPLETION, EventFamily.LEASE, EventFamily.SIGNAL
 OPERATOR, INSTANCE_TAG = EventFamily.OPERATOR, EventFamily.INSTANCE_TAG
@@ -70,6 +74,54 @@ async def test_each_writer_wakes_the_families_of_its_events(engine: Engine, give
         named = await given.created(lane_id="named")
         call = engine.issue_grant_and_claim(execution_id=named, lane_id="named", lease_duration_ms=1000)
         assert (await woken.after(call))[1] == {LEASE}
+
+
+async def test_every_way_to_end_a_lease_wakes_the_families_of_its_events(
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
+) -> None:
+    with ExitStack() as stack, all_cases() as case:
+        woken = Woken(engine, stack)
+        for name, (_, way) in WAYS.items():
+            with case(name):
+                steps = way(Scene(given, clock, connection, lane=name))
+                await anext(steps)
+                newest = await connection.fetchval("select coalesce(max(event_id), 0) from event")
+                _, families = await woken.after(anext(steps, None))
+                written = await written_since(connection, newest)
+                assert written
+                assert families >= written
+
+
+async def test_a_reclaim_wakes_the_history_of_leases(engine: Engine, given: Given, clock: Clock) -> None:
+    with ExitStack() as stack:
+        woken = Woken(engine, stack)
+        lost = await given.expired_lease()
+        # Marks the lease as expired.
+        assert (await woken.after(issue_reclaim_grant(engine, lost.execution_id)))[1] == {LEASE}
+        assert (await woken.after(reclaim(engine, lost.execution_id)))[1] == {LEASE}
+
+
+async def written_since(connection: asyncpg.Connection, event_id: int) -> set[EventFamily]:
+    """The families of the events behind an id."""
+    rows = await connection.fetch("select kind, outcome from event where event_id > $1", event_id)
+    return {
+        family
+        for family, kinds in FAMILY_KINDS.items()
+        for row in rows
+        if row["kind"] in kinds and (family is not COMPLETION or row["outcome"] is not None)
+    }
+
+
+async def test_only_the_hints_of_leases_wait_for_others(engine: Engine, eventually: Eventually) -> None:
+    wakeups = parts_of(engine).wakeups
+    hints = wakeups.hints
+    await eventually(lambda: not hints._is_sending and hints._waiting is None)
+    wakeups.events(LEASE)
+    assert not hints._is_sending
+    for family in (SIGNAL, OPERATOR, INSTANCE_TAG, COMPLETION):
+        await eventually(lambda: not hints._is_sending)
+        wakeups.events(family)
+        assert hints._is_sending
 
 
 async def test_a_refused_or_missing_target_wakes_no_feed(engine: Engine, given: Given) -> None:

@@ -112,13 +112,20 @@ create or replace view event_each as
     from event e
     left join lateral unnest(e.execution_ids, e.lease_ids) with ordinality as m(execution_id, lease_id, nth) on true;
 
--- The newest events that were deleted, per family of events, and how often: a cursor that may need deleted events is refused.
+-- What was deleted of each family of events, for each origin of their transaction ids, which restored_event_id names as in
+-- feed_origin. A cursor that may need deleted events is refused.
 create table feed_trim (
-  family   text   not null,
-  event_id bigint not null,
-  xid      xid8   not null,
-  trims    bigint not null default 1,
-  constraint feed_trim_pkey primary key (family)
+  family            text     not null,
+  restored_event_id bigint   not null,
+  trims             bigint   not null default 1,
+  -- The newest deleted event.
+  event_id          bigint   not null,
+  -- The transactions that wrote deleted events, each with its newest deleted event. Only those with ids up to unlisted_xid may be
+  -- missing.
+  xids              xid8[]   not null,
+  event_ids         bigint[] not null,
+  unlisted_xid      xid8     not null,
+  constraint feed_trim_pkey primary key (family, restored_event_id)
 );
 
 -- The server that the transaction ids of new events come from. A restore of a dump creates the table anew, on the same server

@@ -10,13 +10,13 @@ from flowfabric.db.database import Record
 from flowfabric.model.cursor import EventCursors
 from flowfabric.model.event import AcquireReason, CompletionOutcome, EventFamily, EventKind, ReleaseReason
 from flowfabric.model.feed import (
+    AnyInstanceTagEvent,
+    AnyLeaseEvent,
     CompletionEvent,
     FeedEvent,
     InstanceTagAttached,
     InstanceTagCleared,
-    InstanceTagEvent,
     LeaseAcquired,
-    LeaseEvent,
     LeaseExpired,
     LeaseReclaimed,
     LeaseReleased,
@@ -53,11 +53,16 @@ class Feed(Generic[Event]):
     has_outcome: bool = False
 
     def events(self, row: Record, cursors: EventCursors, skipped: int) -> Iterator[Event]:
-        """The events of a row after its first `skipped` ones; raise Undecodable before the first one is returned."""
+        """The events of a row after its first `skipped` ones; ends with Undecodable at one that cannot be decoded."""
         executions, leases = row["execution_ids"], row["lease_ids"]
-        if leases is not None and len(leases) != len(executions or ()):
-            raise Undecodable("the numbers of executions and leases differ")
-        return self.decode(row, _members(row, cursors, skipped))
+        try:
+            if leases is not None and len(leases) != len(executions or ()):
+                raise Undecodable("the numbers of executions and leases differ")
+            yield from self.decode(row, _members(row, cursors, skipped))
+        except Undecodable:
+            raise
+        except (ValueError, TypeError, KeyError, RecursionError) as unreadable:
+            raise Undecodable(f"it cannot be decoded: {unreadable!r}") from None
 
 
 def _members(row: Record, cursors: EventCursors, skipped: int) -> Iterator[Member]:
@@ -92,7 +97,7 @@ def _flow_id(row: Record) -> FlowId | None:
 class _LeaseKind:
     """How a row of a kind becomes events of leases."""
 
-    make: Callable[..., LeaseEvent]
+    make: Callable[..., AnyLeaseEvent]
     lease_field: str | None = "lease_id"
     """The field with the id of the lease."""
     worker_field: str | None = None
@@ -100,7 +105,7 @@ class _LeaseKind:
     other_fields: Callable[[Record], dict[str, object]] = lambda _: {}
 
 
-def _leases(row: Record, members: Iterator[Member]) -> Iterator[LeaseEvent]:
+def _leases(row: Record, members: Iterator[Member]) -> Iterator[AnyLeaseEvent]:
     try:
         kind = _LEASE_KINDS[row["kind"]]
     except KeyError:
@@ -111,7 +116,7 @@ def _leases(row: Record, members: Iterator[Member]) -> Iterator[LeaseEvent]:
     return _made(kind, fields, members)
 
 
-def _made(kind: _LeaseKind, fields: dict[str, object], members: Iterator[Member]) -> Iterator[LeaseEvent]:
+def _made(kind: _LeaseKind, fields: dict[str, object], members: Iterator[Member]) -> Iterator[AnyLeaseEvent]:
     make, lease_field = kind.make, kind.lease_field
     for cursor, execution_id, lease_id in members:
         fields["cursor"], fields["execution_id"] = cursor, execution_id
@@ -120,16 +125,14 @@ def _made(kind: _LeaseKind, fields: dict[str, object], members: Iterator[Member]
         yield make(**fields)
 
 
-def _acquire_reason(row: Record) -> dict[str, object]:
-    try:
-        return {"reason": None if row["reason"] is None else AcquireReason(row["reason"])}
-    except ValueError:
-        raise Undecodable(f"the reason {row['reason']!r} of a lease is unknown") from None
-
-
-_RELEASE_REASONS = {reason.value: reason for reason in ReleaseReason}
+_ACQUIRE_REASONS: Mapping[str, AcquireReason] = {reason.value: reason for reason in AcquireReason}
+_RELEASE_REASONS: Mapping[str, ReleaseReason] = {reason.value: reason for reason in ReleaseReason}
 _LEASE_KINDS: Mapping[str, _LeaseKind] = {
-    EventKind.ACQUIRED: _LeaseKind(make=LeaseAcquired, worker_field="worker_instance_id", other_fields=_acquire_reason),
+    EventKind.ACQUIRED: _LeaseKind(
+        make=LeaseAcquired,
+        worker_field="worker_instance_id",
+        other_fields=lambda row: {"reason": _ACQUIRE_REASONS.get(row["reason"], row["reason"])},
+    ),
     EventKind.RENEWED: _LeaseKind(make=LeaseRenewed, worker_field="worker_instance_id"),
     EventKind.RELEASED: _LeaseKind(
         make=LeaseReleased,
@@ -204,7 +207,7 @@ _FLOW_EVENTS = (OperatorEventType.FLOW_STATE_CHANGED, OperatorEventType.FLOW_CAN
 """Their row has the UUID of the flow in place of that of an execution."""
 
 
-def _instance_tags(row: Record, members: Iterator[Member]) -> Iterator[InstanceTagEvent]:
+def _instance_tags(row: Record, members: Iterator[Member]) -> Iterator[AnyInstanceTagEvent]:
     if row["instance_tag"] is None:
         raise Undecodable("the value of the tag is missing")
     make = InstanceTagAttached if row["kind"] == EventKind.TAG_ATTACHED else InstanceTagCleared

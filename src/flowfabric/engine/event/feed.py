@@ -8,59 +8,62 @@ from flowfabric.engine.event.decoding import COMPLETION, INSTANCE_TAG, LEASE, OP
 from flowfabric.engine.event.reader import Buffer, Reader
 from flowfabric.engine.event.subscription import Subscription
 from flowfabric.engine.store import Store
-from flowfabric.model.cursor import InvalidCursor, Position, decode_cursor
+from flowfabric.model.cursor import InvalidCursor, decode_cursor
 from flowfabric.model.errors import error
 from flowfabric.model.feed import (
+    AnyInstanceTagEvent,
+    AnyLeaseEvent,
     CompletionEvent,
-    InstanceTagEvent,
-    LeaseEvent,
     OperatorEvent,
     ScannerFilter,
     SignalDeliveryEvent,
 )
+from flowfabric.model.position import Position
 from flowfabric.model.text import shown
 from flowfabric.tasks import create_shared_task
 
 CLOSING = "the engine is closing"
+Cursor = bytes | bytearray | memoryview
+"""What is accepted as a cursor."""
 
 
 class Feeds:
     """Opens subscriptions, and ends them when the engine shuts down."""
 
-    def __init__(self, store: Store, *, pool_size: int) -> None:
+    def __init__(self, store: Store, *, queries: asyncio.Semaphore) -> None:
         self._store = store
-        # Readers that are woken at once leave connections for others.
-        self._reads = asyncio.Semaphore(max(pool_size // 2, 1))
+        self._queries = queries
+        self._loop = asyncio.get_running_loop()
         self._readers: dict[asyncio.Task[None], Buffer[Any]] = {}
         self._refuses = False
 
     def subscribe_completion(
-        self, cursor: bytes | None = b"", filter: ScannerFilter | None = None
+        self, cursor: Cursor | None = b"", filter: ScannerFilter | None = None
     ) -> Subscription[CompletionEvent]:
         """Follow the ends of executions, and the waits that signals satisfied."""
         return self._subscribe(COMPLETION, cursor, filter)
 
     def subscribe_lease_history(
-        self, cursor: bytes | None = b"", filter: ScannerFilter | None = None
-    ) -> Subscription[LeaseEvent]:
+        self, cursor: Cursor | None = b"", filter: ScannerFilter | None = None
+    ) -> Subscription[AnyLeaseEvent]:
         """Follow what happens to the leases of executions."""
         return self._subscribe(LEASE, cursor, filter)
 
     def subscribe_signal_delivery(
-        self, cursor: bytes | None = b"", filter: ScannerFilter | None = None
+        self, cursor: Cursor | None = b"", filter: ScannerFilter | None = None
     ) -> Subscription[SignalDeliveryEvent]:
         """Follow the signals that were accepted, buffered, or recognised as duplicates."""
         return self._subscribe(SIGNAL, cursor, filter)
 
     def subscribe_operator_events(
-        self, cursor: bytes | None = b"", filter: ScannerFilter | None = None
+        self, cursor: Cursor | None = b"", filter: ScannerFilter | None = None
     ) -> Subscription[OperatorEvent]:
         """Follow the actions of operators."""
         return self._subscribe(OPERATOR, cursor, filter)
 
     def subscribe_instance_tags(
-        self, cursor: bytes | None = b"", filter: ScannerFilter | None = None
-    ) -> Subscription[InstanceTagEvent]:
+        self, cursor: Cursor | None = b"", filter: ScannerFilter | None = None
+    ) -> Subscription[AnyInstanceTagEvent]:
         """Follow the values of the instance tag of executions."""
         return self._subscribe(INSTANCE_TAG, cursor, filter)
 
@@ -68,7 +71,7 @@ class Feeds:
         """End current subscriptions with `stream_disconnected`, and reject new ones."""
         self._refuses = True
         for task, buffer in self._readers.items():
-            buffer.disconnect(CLOSING, is_cut=True)
+            buffer.disconnect(CLOSING, drops_queued=True)
             task.cancel()
 
     async def drain(self) -> None:
@@ -76,9 +79,12 @@ class Feeds:
         if ended := [task for task in self._readers if task.cancelling()]:
             await asyncio.wait(ended)
 
-    def _subscribe(self, feed: Feed[Event], cursor: bytes | None, filter: ScannerFilter | None) -> Subscription[Event]:
+    def _subscribe(self, feed: Feed[Event], cursor: Cursor | None, filter: ScannerFilter | None) -> Subscription[Event]:
+        if isinstance(cursor, bytearray | memoryview):
+            cursor = bytes(cursor)
         if not isinstance(cursor, bytes | None):
-            raise error("invalid_input", f"cursor: must be bytes or None, got {shown(cursor)}")
+            hint = "; turn text from .hex() back with bytes.fromhex(...)" if isinstance(cursor, str) else ""
+            raise error("invalid_input", f"cursor: must be bytes or None, got {shown(cursor)}{hint}")
         if not isinstance(filter, ScannerFilter | None):
             raise error("invalid_input", f"filter: must be a ScannerFilter or None, got {shown(filter)}")
         try:
@@ -89,7 +95,12 @@ class Feeds:
                 f"cursor: {reason}; give {feed.operation} the cursor of one of its events, or none to start now",
             ) from None
         is_oldest = bool(cursor) and position is None
-        return Subscription(cursor or b"", partial(self._start, feed, filter, position, is_oldest=is_oldest))
+        return Subscription(
+            cursor or b"",
+            partial(self._start, feed, filter, position, is_oldest=is_oldest),
+            operation=feed.operation,
+            loop=self._loop,
+        )
 
     async def _start(
         self,
@@ -101,7 +112,7 @@ class Feeds:
         is_oldest: bool,
     ) -> tuple[Position, "asyncio.Task[None]"]:
         self._check_open(feed)
-        reader = Reader(self._store, feed, filter, buffer, reads=self._reads)
+        reader = Reader(self._store, feed, filter, buffer, queries=self._queries)
         started = await reader.start(position, is_oldest=is_oldest)
         self._check_open(feed)
         task = create_shared_task(reader.run(started))

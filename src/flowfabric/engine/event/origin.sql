@@ -8,16 +8,9 @@ lock table event in share row exclusive mode;
 
 -- name: insert_origin
 -- Records this server as the origin of new events, unless it is; returns the new generation. The caller has locked the events.
--- Transaction ids of deleted events are forgotten: they are not comparable with those of this server.
-with recorded as (
-  insert into feed_origin (generation, origin, restored_event_id)
-  select coalesce(last.generation, 0) + 1, here.origin, coalesce((select e.event_id from event e order by e.event_id desc limit 1), 0)
-    from (select ff_event_origin() as origin) here
-    left join lateral (select o.generation, o.origin from feed_origin o order by o.generation desc limit 1) last on true
-   where last.origin is distinct from here.origin
-  returning generation
-),
-reset as (
-  update feed_trim set xid = '0' where exists (select from recorded)
-)
-select generation from recorded;
+insert into feed_origin (generation, origin, restored_event_id)
+select coalesce(last.generation, 0) + 1, here.origin, coalesce((select e.event_id from event e order by e.event_id desc limit 1), 0)
+  from (select ff_event_origin() as origin) here
+  left join lateral (select o.generation, o.origin from feed_origin o order by o.generation desc limit 1) last on true
+ where last.origin is distinct from here.origin
+returning generation;

@@ -1,9 +1,11 @@
 """Storage of events: daily partitions created in advance, and deletion of events past the feed's retention."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
+from functools import partial
 
 from flowfabric.db import partitions
+from flowfabric.db.database import Connection, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store, error_of
@@ -11,13 +13,20 @@ from flowfabric.model.event import FAMILY_KINDS, RARE_FAMILIES, EventFamily
 
 SQL = statements_beside(__file__)
 
-_PAIRS = [(family, kind) for family, kinds in FAMILY_KINDS.items() for kind in kinds]
-_DROPPED: dict[str, Sequence[str] | None] = {
-    family: FAMILY_KINDS[family] if family in RARE_FAMILIES else None for family in EventFamily
-}
-"""The kinds to look for in a dropped partition; None means any."""
-
 TRIM_LIMIT = 1000
+LISTED = 1000
+"""How many of the transactions that wrote deleted events are recorded for each family."""
+SCANNED = 2_000
+"""How many events of a dropped partition are read, while writers wait, to find those transactions."""
+
+_PAIRS = [(family, kind) for family, kinds in FAMILY_KINDS.items() for kind in kinds]
+_RECORDING: Mapping[str, object] = {
+    "families": [family for family, _ in _PAIRS],
+    "kinds": [kind for _, kind in _PAIRS],
+    "outcome_family": EventFamily.COMPLETION,
+    "other_family": EventFamily.LEASE,
+}
+"""Which families an event belongs to."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +50,7 @@ class EventPartitions:
             async with self._store.database.acquire() as connection:
                 ensured = await partitions.ensure(connection, schema=schema, now_ms=clock["now"])
                 dropped = await partitions.drop_older(
-                    connection, schema=schema, before_ms=clock["oldest"], families=_DROPPED
+                    connection, schema=schema, before_ms=clock["oldest"], record=partial(_record, connection)
                 )
         except StoreFault as fault:
             raise error_of(fault) from fault
@@ -62,9 +71,8 @@ class EventPartitions:
             SQL.take_old_events,
             retention_ms=self._store.rules.feed_retention_ms,
             limit=TRIM_LIMIT,
-            families=[family for family, _ in _PAIRS],
-            kinds=[kind for _, kind in _PAIRS],
-            other_family=EventFamily.LEASE,
+            listed=LISTED,
+            **_RECORDING,
         )
         trimmed: int = rows[0]["trimmed"]
         return trimmed
@@ -76,3 +84,15 @@ class EventPartitions:
         )
         trimmed: int = rows[0]["trimmed"]
         return trimmed
+
+
+async def _record(connection: Connection, first: int, until: int) -> None:
+    await Transaction(connection).fetch(
+        SQL.insert_dropped_events,
+        first=first,
+        until=until,
+        scanned=SCANNED,
+        listed=LISTED,
+        rare_families=RARE_FAMILIES,
+        **_RECORDING,
+    )

@@ -15,10 +15,11 @@ from flowfabric.db.statements import Statement, statements_beside
 from flowfabric.engine.event.decoding import Event, Feed, Undecodable
 from flowfabric.engine.event.origin import keep_origin
 from flowfabric.engine.store import Store
-from flowfabric.model.cursor import OLDEST, CursorWriter, Position, Snapshot, TrimMark
+from flowfabric.model.cursor import OLDEST, CursorWriter
 from flowfabric.model.errors import EngineError, TransportError, error
 from flowfabric.model.event import FAMILY_KINDS, RARE_FAMILIES, EventFamily
 from flowfabric.model.feed import ScannerFilter
+from flowfabric.model.position import Position, Snapshot, Trimmed
 from flowfabric.pauses import is_set_within, pauses
 
 SQL = statements_beside(__file__)
@@ -40,8 +41,8 @@ class Buffer(Generic[Event]):
         self.failure: BaseException | None = None
         self.disconnected: str | None = None
         """Why the reader has given up."""
-        self.is_cut = False
-        """Whether the events of the queue are not to be taken any more."""
+        self.drops_queued = False
+        """Whether the events of the queue are not delivered any more."""
         self.is_closed = False
         self._arrived = asyncio.Event()
         self._has_room = asyncio.Event()
@@ -67,10 +68,10 @@ class Buffer(Generic[Event]):
         self._arrived.clear()
         await self._arrived.wait()
 
-    def disconnect(self, reason: str, *, is_cut: bool = False) -> None:
+    def disconnect(self, reason: str, *, drops_queued: bool = False) -> None:
         """End the subscription with `stream_disconnected`: after the events of the queue, or instead of them."""
         self.disconnected = self.disconnected or reason
-        self.is_cut = is_cut
+        self.drops_queued = drops_queued
         self._arrived.set()
 
     def fail(self, failure: BaseException) -> None:
@@ -91,8 +92,8 @@ class Reader(Generic[Event]):
     """How many matching rows a statement returns."""
     SCANNED = 2048
     """How many rows a statement reads at most."""
-    POLL_SECONDS = 5.0
-    """The longest wait for a hint."""
+    HINTED_SECONDS = 5.0
+    """The pause between two polls while hints arrive."""
     UNHINTED_SECONDS = (0.1, 1.0)
     """The first and the longest pause between two polls while no hints arrive."""
     PAUSE_SECONDS = 0.005
@@ -109,10 +110,10 @@ class Reader(Generic[Event]):
         filter: ScannerFilter | None,
         buffer: Buffer[Event],
         *,
-        reads: asyncio.Semaphore,
+        queries: asyncio.Semaphore,
     ) -> None:
         self._store = store
-        self._reads = reads
+        self._queries = queries
         self._feed = feed
         self._buffer = buffer
         self._is_rare = feed.family in RARE_FAMILIES
@@ -126,8 +127,8 @@ class Reader(Generic[Event]):
         if position is not None:
             return self._checked(position, await self._look(position))
         blank = Position.oldest(self._feed.family)
-        found = await self._look(blank, is_forced=True)
-        blank = replace(blank, generation=found.generation, origin=found.origin, trims=found.deleted.trims)
+        found = await self._look(blank)
+        blank = replace(blank, generation=found.generation, origin=found.origin, trims=found.trimmed.trims)
         return blank if is_oldest else found.opened(blank).closed()
 
     async def run(self, position: Position) -> None:
@@ -148,7 +149,7 @@ class Reader(Generic[Event]):
                         await asyncio.sleep(self.PAUSE_SECONDS)
                         continue
                     self._buffer.reached = position
-                    await is_set_within(changed, self.POLL_SECONDS if wakeups.hints.is_listening else next(unhinted))
+                    await is_set_within(changed, self.HINTED_SECONDS if wakeups.hints.is_listening else next(unhinted))
         except _Unreachable as reason:
             self._buffer.disconnect(str(reason))
         except Exception as failure:
@@ -167,28 +168,24 @@ class Reader(Generic[Event]):
         """The position in the store as it was found; raise if events that it needs were deleted."""
         if (rewound_to := found.restored_after(position)) is not None:
             position = position.rewound(rewound_to)
-        self._check_deleted(position, found.deleted, found.snapshot)
-        if max(found.newest, found.deleted_newest) < max(position.last, position.floor):
+        self._check_trimmed(position, found.trimmed, found.snapshot)
+        if max(found.newest, found.trimmed_newest) < max(position.last, position.floor):
             raise _refusal(
                 "cursor_ahead", "the store has no event with the id of this cursor: it lost its newest events"
             )
-        return position if position.window is not None else replace(position, trims=found.deleted.trims)
+        return position if position.window is not None else replace(position, trims=found.trimmed.trims)
 
-    def _check_deleted(self, position: Position, deleted: TrimMark, current: Snapshot) -> None:
-        if position.needs(deleted, position.window or current):
+    def _check_trimmed(self, position: Position, trimmed: Trimmed, current: Snapshot) -> None:
+        if position.needs(trimmed, position.window or current):
             raise _refusal("cursor_expired", "events after this cursor were deleted, see FF_FEED_RETENTION_MS")
 
-    async def _look(self, position: Position, *, is_forced: bool = False) -> "_Found":
+    async def _look(self, position: Position) -> "_Found":
         while True:
             (row,) = await self._fetch(
                 SQL.open_window,
-                family=self._feed.family,
                 floor=position.floor,
-                xmax=position.before.xmax,
-                next_xid=position.before.next_xid,
-                in_progress=position.before.in_progress,
                 generation=position.generation,
-                is_forced=is_forced,
+                **self._late(position),
             )
             if row["is_current"]:
                 return _Found(row)
@@ -198,10 +195,10 @@ class Reader(Generic[Event]):
         """Read a window into the queue, page by page; return the position after it."""
         while position.window is not None:
             rows = await self._retry(partial(self._page, position))
-            self._check_deleted(position, _mark(rows[0]), position.window)
+            self._check_trimmed(position, _trimmed(rows[0]), position.window)
             cursors = CursorWriter(position)
             if rows[0]["event_id"] is None:
-                # The row says only what was deleted.
+                # An empty page still returns the trim columns.
                 rows = []
             for row in rows:
                 skipped = position.nth if row["event_id"] == position.last else 0
@@ -217,13 +214,11 @@ class Reader(Generic[Event]):
 
     async def _put(self, row: Record, cursors: CursorWriter, skipped: int, position: Position) -> None:
         try:
-            events = self._feed.events(row, cursors.of_event(row["event_id"]), skipped)
+            for event in self._feed.events(row, cursors.of_event(row["event_id"]), skipped):
+                await self._buffer.put(event)
         except Undecodable as reason:
             self._warn(f"{self._feed.operation} skips event {row['event_id']}: {reason}", str(reason))
             self._buffer.reached = position
-            return
-        for event in events:
-            await self._buffer.put(event)
 
     def _warn(self, text: str, reason: str) -> None:
         if reason not in self._warned:
@@ -233,30 +228,37 @@ class Reader(Generic[Event]):
     async def _page(self, position: Position) -> list[Record]:
         window = position.window
         assert window is not None
-        values: dict[str, object] = {
-            **self._matching,
-            "after": position.after,
-            "newest": position.newest,
-            "snapshot": window.as_record,
-            "restored_event_id": window.restored_event_id,
-            "scanned": self._scanned,
-            "page": self.PAGE,
-        }
         statement: Statement = SQL.list_rare_events if self._is_rare else SQL.list_events
+        after, newest = position.after, position.newest
         if position.has_late_events:
-            statement = SQL.list_late_events
-            before = position.before
-            values |= {
-                "after": max(position.after, before.restored_event_id),
-                "newest": position.floor,
-                "xmax": before.xmax,
-                "next_xid": before.next_xid,
-                "in_progress": before.in_progress,
-            }
-        return await self._fetch(statement, **values)
+            statement, after, newest = SQL.list_late_events, position.late_after, position.floor
+        return await self._fetch(
+            statement,
+            after=after,
+            newest=newest,
+            snapshot=window.as_record,
+            restored_event_id=window.restored_event_id,
+            scanned=self._scanned,
+            page=self.PAGE,
+            **self._matching,
+            **self._late(position),
+        )
+
+    def _late(self, position: Position) -> dict[str, object]:
+        """The parameters that say which late events are unread."""
+        before = position.before
+        return {
+            "family": self._feed.family,
+            "trims": position.trims,
+            "late_after": position.late_after,
+            "xmax": before.xmax,
+            "next_xid": before.next_xid,
+            "in_progress": before.in_progress,
+            "before_restored_event_id": before.restored_event_id,
+        }
 
     async def _fetch(self, statement: Statement, **values: object) -> list[Record]:
-        async with self._reads:
+        async with self._queries:
             return await self._store.fetch(statement, **values)
 
     async def _retry(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
@@ -293,8 +295,8 @@ class _Found:
         )
         self.generation: int = row["generation"]
         self.origin = _checksum(row["origin"])
-        self.deleted = _mark(row)
-        self.deleted_newest: int = row["trimmed_newest"]
+        self.trimmed = _trimmed(row)
+        self.trimmed_newest: int = row["trimmed_newest"]
         self._earlier_origin: str | None = row["earlier_origin"]
         self._restored: list[int] = row["restored"]
 
@@ -319,8 +321,8 @@ def _refusal(reason: str, message: str) -> EngineError:
     return error("invalid_input", detail)
 
 
-def _mark(row: Record) -> TrimMark:
-    return TrimMark(row["trims"], row["trimmed_event_id"], row["trimmed_xid"])
+def _trimmed(row: Record) -> Trimmed:
+    return Trimmed(row["trims"], row["trimmed_event_id"], row["trimmed_late_events"], row["unlisted_xid"])
 
 
 def _matching(store: Store, feed: Feed[Event], filter: ScannerFilter) -> dict[str, object]:
@@ -328,20 +330,16 @@ def _matching(store: Store, feed: Feed[Event], filter: ScannerFilter) -> dict[st
     family = feed.family
     known = {kind for kinds in FAMILY_KINDS.values() for kind in kinds}
     # The lease feed reads the kinds that belong to no other feed, so that it warns about unknown ones.
-    is_rest = family is EventFamily.LEASE
-    kinds = known - set(FAMILY_KINDS[family]) if is_rest else set(FAMILY_KINDS[family])
+    takes_unknown = family is EventFamily.LEASE
+    kinds = known - set(FAMILY_KINDS[family]) if takes_unknown else set(FAMILY_KINDS[family])
     key, value = filter.instance_tag or (None, None)
-    is_instance_tag = key == store.rules.instance_tag
     return {
-        "family": family,
         "kinds": sorted(kinds),
-        "is_rest": is_rest,
+        "takes_unknown_kinds": takes_unknown,
         "has_outcome": feed.has_outcome,
         "has_leases": feed.has_leases,
         "namespace": filter.namespace,
         "tag_key": key,
         "tag_value": value,
-        "is_instance_tag": is_instance_tag,
-        # An event about the instance tag is filtered by its own value.
-        "is_own_tag": is_instance_tag and family is EventFamily.INSTANCE_TAG,
+        "is_instance_tag": key == store.rules.instance_tag,
     }

@@ -58,8 +58,7 @@ class FollowedFrames:
 class Tails:
     """Reads frames and summaries, and waits for frames without holding a connection.
 
-    A wait queries when its stream was woken, and by polling. Only half of the pool is used for these queries, so that
-    many tails that are woken at once leave connections for others.
+    A wait queries when its stream was woken, and by polling. `queries` limits how many of these run at once.
     """
 
     POLL_SECONDS = (0.1, 1.0)
@@ -74,10 +73,12 @@ class Tails:
     """The pause between two queries of a follower of one attempt that lease events of any execution cause."""
     RETRY_AFTER_MS = 25
 
-    def __init__(self, store: Store, results: Results, *, pool_size: int, max_operations: int | None) -> None:
+    def __init__(
+        self, store: Store, results: Results, *, queries: asyncio.Semaphore, max_operations: int | None
+    ) -> None:
         self._store = store
         self._results = results
-        self._queries = asyncio.Semaphore(max(pool_size // 2, 1))
+        self._queries = queries
         self._max_operations = max_operations
         self._operations = 0
         self._idle = asyncio.Event()
