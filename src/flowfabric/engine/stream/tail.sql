@@ -32,12 +32,15 @@ select coalesce(s.closed_at, e.ended_at, a.ended_at) as closed_at,
           and a.partition_key = s.partition_key and a.execution_id = s.execution_id and a.attempt_index = s.attempt_index
           and a.ended_at is not null
         limit 1) a on true
+ -- One bound: of two, a scan may begin at the lower one.
+ cross join lateral (
+       select greatest(array[:from_ms::bigint, :from_seq::bigint], array[s.oldest_ms, s.oldest_seq]) as first_id) b
   left join lateral (
        select
        -- include: frame_columns
          from stream_frame f
         where f.partition_key = s.partition_key and f.execution_id = s.execution_id and f.attempt_index = s.attempt_index
-          and (f.ms, f.seq) >= (:from_ms, :from_seq) and (f.ms, f.seq) <= (:to_ms, :to_seq)
+          and (f.ms, f.seq) >= (b.first_id[1], b.first_id[2]) and (f.ms, f.seq) <= (:to_ms, :to_seq)
           and not (:excludes_best_effort and f.mode = 'best_effort')
           and
           -- include: is_visible
