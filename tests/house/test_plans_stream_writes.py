@@ -15,7 +15,7 @@ from flowfabric.engine.execution import retention
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
 from flowfabric.model.open_stream import TRIM_STEP
-from flowfabric.model.stream import BestEffortLive, BestEffortLiveConfig, DurableSummary, Frame
+from flowfabric.model.stream import FIRST, BestEffortLive, BestEffortLiveConfig, DurableSummary, Frame
 from house.filled import STATISTICS, copied, filled
 from house.touched import VACUUM, Touched, touched
 
@@ -109,8 +109,14 @@ async def test_index_entries_of_deleted_frames_are_not_read_while_a_snapshot_kee
         touched.clear()
         assert len((await engine.read_stream(execution_id, 0, count_limit=10)).frames) == 10
         assert len((await engine.tail_stream(execution_id, 0, count_limit=10)).frames) == 10
+        tails = parts_of(engine).tails
+        assert (
+            len((await tails.follow(execution_id, attempt_index=0, after=FIRST, block_ms=0, count_limit=10)).frames)
+            == 10
+        )
     # Those that the next trim deletes are stored, but hidden.
     assert touched.of("list_frames", "stream_frame") <= 2 * (TRIM_STEP + 10) + 2
+    assert touched.of("list_followed_frames", "stream_frame") <= 2 * (TRIM_STEP + 10) + 2
 
 
 async def test_an_end_touches_the_rows_of_its_stream(engine: Engine, touched: Touched, clock: Clock) -> None:
