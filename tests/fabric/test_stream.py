@@ -12,7 +12,7 @@ from faults.proxy import Proxy
 from fixtures import Clock, Eventually
 from flowfabric import Context, Fabric, InvalidInputError, Run, Settings
 from flowfabric.engine.parts import parts_of
-from flowfabric.engine.stream.tail import Tails
+from flowfabric.engine.stream.parked import ParkedTails
 from flowfabric.errors import EngineError, NotFoundError
 from flowfabric.fabric import follow
 from flowfabric.model.event import EventFamily
@@ -27,7 +27,7 @@ UNKNOWN = "{fp:0}:00000000-0000-7000-8000-000000000000"
 @pytest.fixture
 def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable polling, so that only a notification wakes a reader."""
-    monkeypatch.setattr(Tails, "RECHECK_SECONDS", 600.0)
+    monkeypatch.setattr(ParkedTails, "HINTED_SECONDS", 600.0)
     monkeypatch.setattr(follow, "WAIT_MS", 600_000)
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from databases import Databases
+from fixtures import Eventually
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import format_execution_id
-from flowfabric.model.stream import FIRST, DurableSummary, Frame, FrameId
+from flowfabric.model.stream import FIRST, BestEffortLive, BestEffortLiveConfig, DurableSummary, Frame, FrameId
 from house.filled import STATISTICS, copied, filled
 from house.touched import Touched, touched
 
@@ -104,6 +105,34 @@ async def test_a_page_touches_as_many_frames_as_it_returns(engine: Engine, touch
     assert touched.of("list_frames", "stream_frame") <= 6
 
 
+async def test_a_tail_does_not_read_frames_again_that_it_leaves_out(
+    engine: Engine, touched: Touched, eventually: Eventually
+) -> None:
+    await engine.create_execution(
+        namespace="tests",
+        lane_id="live",
+        execution_kind="job",
+        input_payload=b"1",
+        priority=0,
+        creator_identity="test",
+    )
+    handle = await engine.claim(lane_id="live", **WORKER)
+    assert handle is not None
+    live = Frame(bytes=b"x", mode=BestEffortLive(config=BestEffortLiveConfig(ttl_ms=60_000, maxlen_floor=FRAMES)))
+    await asyncio.gather(*(engine.append_frame(handle, live) for _ in range(FRAMES)))
+    waiting = asyncio.create_task(
+        engine.tail_stream(handle.execution_id, 0, block_ms=30_000, visibility="exclude_best_effort")
+    )
+    await eventually(lambda: "list_changed" in touched)
+    assert touched.of("list_frames", "stream_frame") >= FRAMES
+    touched.clear()
+    await engine.append_frame(handle, live)
+    await eventually(lambda: "list_frames" in touched)
+    await engine.append_frame(handle, Frame(bytes=b"kept"))
+    assert [frame.text for frame in (await waiting).frames] == ["kept"]
+    assert 0 < touched.of("list_frames", "stream_frame") <= 2 * 2
+
+
 async def test_a_follower_touches_as_many_frames_as_it_returns(engine: Engine, touched: Touched) -> None:
     tails = parts_of(engine).tails
     whole = await tails.follow(LONG, attempt_index=0, after=FIRST, block_ms=0, count_limit=10_000)
@@ -119,6 +148,29 @@ async def test_a_follower_touches_as_many_frames_as_it_returns(engine: Engine, t
     end = FrameId(2**62, 0)
     assert not (await tails.follow(LONG, attempt_index=1, after=end, block_ms=0, count_limit=LIMIT)).frames
     assert touched["list_followed_frames"] <= 4
+
+
+async def test_looking_for_all_waiting_tails_touches_a_few_rows_for_each(
+    engine: Engine, touched: Touched, eventually: Eventually
+) -> None:
+    parked = parts_of(engine).tails._parked
+    end = "9" * 15 + "-0"
+    ids = [found.execution_id for found in (await engine.list_executions(lane_id="default", limit=STREAMS)).executions]
+    waiting: list[asyncio.Task[Any]] = [
+        asyncio.create_task(engine.tail_stream(each, 0, after=end, block_ms=30_000)) for each in ids
+    ]
+    ids.append(LONG)
+    follow = parts_of(engine).tails.follow
+    waiting.append(asyncio.create_task(follow(LONG, attempt_index=1, after=FrameId(2**62, 0), block_ms=30_000)))
+    await eventually(lambda: len(parked._tails) == len(ids) and "list_changed" in touched)
+    touched.clear()
+    assert not await parked._query()
+    # An execution and its newest stream, each as an index entry and as a row.
+    assert touched.of("list_changed", "stream_frame") == 0
+    assert len(ids) < touched["list_changed"] <= 4 * len(ids)
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def test_a_summary_is_read_by_its_key(engine: Engine, touched: Touched) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import asyncpg
 import pytest
 
 from creates import new
@@ -14,7 +15,7 @@ from flowfabric.engine.execution import retention
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
 from flowfabric.model.open_stream import TRIM_STEP
-from flowfabric.model.stream import BestEffortLive, BestEffortLiveConfig, DurableSummary, Frame
+from flowfabric.model.stream import FIRST, BestEffortLive, BestEffortLiveConfig, DurableSummary, Frame
 from house.filled import STATISTICS, copied, filled
 from house.touched import VACUUM, Touched, touched
 
@@ -92,6 +93,30 @@ async def test_hidden_frames_are_deleted_without_reading_visible_ones(engine: En
         await append(engine, run.handle, *[PLAIN] * 50)
     # At most the frames of two steps and of one batch.
     assert 0 < touched.of("insert_frames", "stream_frame") <= 2 * (2 * TRIM_STEP + 50)
+
+
+async def test_index_entries_of_deleted_frames_are_not_read_while_a_snapshot_keeps_them(
+    engine: Engine, touched: Touched, connection: asyncpg.Connection
+) -> None:
+    await engine.create_many([new(lane_id="new", policy=POLICY)])
+    (run,) = await claim(engine, "new", lease_ttl_ms=HOUR)
+    execution_id = run.execution_id
+    async with connection.transaction(isolation="repeatable_read"):
+        await connection.fetch("select from execution")
+        for _ in range((MAXLEN + 8 * TRIM_STEP) // 50):
+            await append(engine, run.handle, *[PLAIN] * 50)
+        assert 0 < touched.of("insert_frames", "stream_frame") <= 2 * (2 * TRIM_STEP + 50)
+        touched.clear()
+        assert len((await engine.read_stream(execution_id, 0, count_limit=10)).frames) == 10
+        assert len((await engine.tail_stream(execution_id, 0, count_limit=10)).frames) == 10
+        tails = parts_of(engine).tails
+        assert (
+            len((await tails.follow(execution_id, attempt_index=0, after=FIRST, block_ms=0, count_limit=10)).frames)
+            == 10
+        )
+    # Those that the next trim deletes are stored, but hidden.
+    assert touched.of("list_frames", "stream_frame") <= 2 * (TRIM_STEP + 10) + 2
+    assert touched.of("list_followed_frames", "stream_frame") <= 2 * (TRIM_STEP + 10) + 2
 
 
 async def test_an_end_touches_the_rows_of_its_stream(engine: Engine, touched: Touched, clock: Clock) -> None:

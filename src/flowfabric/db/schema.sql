@@ -442,6 +442,8 @@ create table stream (
   last_seq integer not null default 0,
   frame_count bigint not null default 0,
   first_frame_no bigint not null default 1,
+  oldest_ms bigint not null default 0,
+  oldest_seq integer not null default 0,
   total_bytes bigint not null default 0,
   last_frame_at bigint,
   has_durable_frame boolean not null default false,

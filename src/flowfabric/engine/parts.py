@@ -103,9 +103,16 @@ class Parts:
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         # Tails and subscriptions that are woken at once leave connections for others.
-        queries = asyncio.Semaphore(max(settings.database_pool_size // 2, 1))
+        half = max(settings.database_pool_size // 2, 1)
+        queries = asyncio.Semaphore(half)
         self.tails = services.add(
-            Tails(store, results, queries=queries, max_operations=settings.max_concurrent_stream_ops)
+            Tails(
+                store,
+                results,
+                queries=queries,
+                repeated_queries=asyncio.Semaphore(half),
+                max_operations=settings.max_concurrent_stream_ops,
+            )
         )
         feeds = services.add(Feeds(store, queries=queries))
         self.event_partitions = services.add(EventPartitions(store))

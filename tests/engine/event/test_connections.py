@@ -12,7 +12,7 @@ from flowfabric.db.session import _SESSION as SESSION
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.event.reader import Buffer, Reader
 from flowfabric.engine.parts import parts_of
-from flowfabric.engine.stream.tail import Tails
+from flowfabric.engine.stream.parked import ParkedTails
 from flowfabric.errors import StreamDisconnectedError, TransportError
 from flowfabric.feeds import OLDEST
 from flowfabric.settings import Settings
@@ -202,7 +202,7 @@ async def test_a_silent_connection_delays_events_by_its_timeout(
 async def test_many_subscriptions_on_a_small_pool_leave_connections_for_others(
     engines: Engines, clock: Clock, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tails, "POLL_SECONDS", (600.0, 600.0))
+    monkeypatch.setattr(ParkedTails, "UNHINTED_SECONDS", (600.0, 600.0))
     engine = await engines(database_pool_size=4)
     wakeups, database = parts_of(engine).wakeups, parts_of(engine).store.database
     wakeups.hints.start_listening()

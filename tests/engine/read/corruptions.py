@@ -461,6 +461,9 @@ RELATED_ROWS: dict[str, list[tuple[str, str]]] = {
     "stream_summary: present though the stream has no summary frame": [
         ("streaming", "update stream set has_durable_frame = false where {mine}"),
     ],
+    "stream: a frame has an id below that of the oldest": [
+        ("streaming", "update stream set (oldest_ms, oldest_seq) = (last_ms, last_seq) where {mine}"),
+    ],
     "stream: its execution does not exist": [
         ("streaming", "delete from execution where {mine}; update stream set sweep_at = 1 where {mine}"),
     ],

@@ -2,11 +2,11 @@
 
 import pytest
 
-from flowfabric.engine.stream.tail import Tails
+from flowfabric.engine.stream.parked import ParkedTails
 
 
 @pytest.fixture
 def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable polling: only a notification (a hint) wakes a parked tail."""
-    monkeypatch.setattr(Tails, "RECHECK_SECONDS", 600.0)
-    monkeypatch.setattr(Tails, "POLL_SECONDS", (600.0, 600.0))
+    monkeypatch.setattr(ParkedTails, "HINTED_SECONDS", 600.0)
+    monkeypatch.setattr(ParkedTails, "UNHINTED_SECONDS", (600.0, 600.0))

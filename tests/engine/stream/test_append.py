@@ -79,6 +79,8 @@ async def test_a_frame_is_stored_with_its_fields_and_id(engine: Engine, given: G
         "last_seq": 0,
         "frame_count": 2,
         "first_frame_no": 1,
+        "oldest_ms": 0,
+        "oldest_seq": 0,
         "total_bytes": 7,
         "last_frame_at": later,
         "has_durable_frame": True,
@@ -324,7 +326,12 @@ async def test_a_reader_sees_exactly_the_newest_frames(engine: Engine, given: Gi
             expected = [b"%d" % n for n in range(max(0, nth - maxlen + 1), nth + 1)]
             assert await payloads(engine, handle) == expected
             # Hidden frames are deleted in steps.
-            assert len(await stored_frames(rows, handle)) < maxlen + 256
+            kept = await stored_frames(rows, handle)
+            assert len(kept) < maxlen + 256
+            row = await stored(rows, handle)
+            assert (row["oldest_ms"], row["oldest_seq"]) <= (kept[0]["ms"], kept[0]["seq"])
+            # One above the last deleted frame.
+            assert row["oldest_seq"] == (kept[0]["seq"] if kept[0]["frame_no"] > 1 else 0)
 
 
 async def test_a_summary_frame_keeps_64_frames(engine: Engine, given: Given) -> None:

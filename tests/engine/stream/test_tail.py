@@ -13,7 +13,7 @@ from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
-from flowfabric.engine.stream.tail import Tails
+from flowfabric.engine.stream.parked import ParkedTails
 from flowfabric.model.errors import ResourceExhaustedError, UnavailableError
 from flowfabric.model.handle import Handle
 from flowfabric.model.stream import ClosedReason, Durable, FrameMode, StreamFrames, TailVisibility
@@ -203,7 +203,7 @@ async def test_tails_that_are_woken_together_leave_connections_for_others(
     (last,) = await append_each(small, handle, "a")
     waiting = [tail(small, handle, after=last) for _ in range(50)]
     await parked(small, 50, eventually)
-    parts_of(small).wakeups.streams.wake_all()
+    parts_of(small).tails._parked.wake_all()
     most = 0
     for _ in range(200):
         await asyncio.sleep(0)
@@ -226,7 +226,7 @@ async def test_one_connection_is_enough(engines: Engines, given: Given, eventual
 async def test_an_engine_that_does_not_listen_polls(
     engines: Engines, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tails, "RECHECK_SECONDS", 600.0)
+    monkeypatch.setattr(ParkedTails, "HINTED_SECONDS", 600.0)
     deaf, writer = await engines(listen=False), await engines(listen=False)
     handle = await given.claimed()
     waiting = tail(deaf, handle)
@@ -238,7 +238,7 @@ async def test_an_engine_that_does_not_listen_polls(
 async def test_a_tail_finds_a_frame_whose_hint_was_lost(
     engines: Engines, engine: Engine, given: Given, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tails, "RECHECK_SECONDS", 0.05)
+    monkeypatch.setattr(ParkedTails, "HINTED_SECONDS", 0.05)
     silent = await engines()
     parts_of(silent).wakeups.hints._closed = True
     handle = await given.claimed()
@@ -276,7 +276,7 @@ async def test_hints_that_bring_no_frame_lead_to_few_queries(
     monkeypatch.setattr(Database, "fetch", counted)
     waiting = tail(engine, handle, block_ms=500)
     while not waiting.done():
-        parts_of(engine).wakeups.streams.wake(handle.execution_id)
+        parts_of(engine).wakeups.stream([handle.execution_id])
         await asyncio.sleep(0)
     assert (await waiting).frames == []
     # With pauses of up to 50 ms.

@@ -102,15 +102,21 @@ def code_of(answer: object) -> object:
 
 
 async def parked(engine: Engine, count: int, eventually: Eventually) -> None:
-    """Wait until this many tails are parked: in progress, not woken, and without a connection."""
+    """Wait until this many tails are parked: in progress, not woken, and without a query or a connection."""
     parts = parts_of(engine)
+    size = engine.settings.database_pool_size
 
     def are_parked() -> bool:
         is_ready = parts.wakeups.hints.is_listening or not engine.settings.listen
-        woken = [event for events in parts.wakeups.streams._events.values() for event in events if event.is_set()]
-        free = parts.store.database._slots._value
+        tails = parts.tails
+        woken = [tail for tail in tails._parked._tails if tail.changed.is_set()]
         return (
-            is_ready and parts.tails._operations == count and not woken and free == engine.settings.database_pool_size
+            is_ready
+            and tails._operations == count
+            and not woken
+            and not parts.wakeups.streams_missed.is_set()
+            and tails._queries._value == max(size // 2, 1)
+            and parts.store.database._slots._value == size
         )
 
     await eventually(are_parked)

@@ -17,6 +17,9 @@ create table stream (
   -- Frames are numbered from 1. Frames below first_frame_no are hidden, and deleted later.
   frame_count         bigint   not null default 0,
   first_frame_no      bigint   not null default 1,
+  -- No stored frame has a lower id: scans begin here, so that they do not step over the index entries of deleted frames.
+  oldest_ms           bigint   not null default 0,
+  oldest_seq          integer  not null default 0,
   total_bytes         bigint   not null default 0,
   last_frame_at       bigint,
   has_durable_frame   boolean  not null default false,

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
@@ -114,7 +115,9 @@ class Wakeups:
         self._wakes: dict[str, int] = {}
         self._on_lost: list[OnLost] = []
         self.streams = Watchers()
-        """Waiters for frames, by execution id."""
+        """Waiters for frames, by the words of executions in hints."""
+        self.streams_missed = asyncio.Event()
+        """Set when any stream may have changed."""
         self.feeds = Watchers()
         """Waiters for events, by family."""
         hints.subscribe(_WORK, self._work_heard)
@@ -157,8 +160,16 @@ class Wakeups:
     def stream(self, execution_ids: Iterable[ExecutionId]) -> None:
         """Wake the readers of streams that have grown or closed."""
         for execution_id in execution_ids:
-            self.streams.wake(execution_id)
-            self.hints.send(_STREAM, execution_id)
+            word = _stream_word(execution_id)
+            self.streams.wake(word)
+            self.hints.send(_STREAM, word)
+
+    def watch_stream(self, execution_id: ExecutionId) -> AbstractContextManager[asyncio.Event]:
+        """Yield an event that is set whenever a stream of the execution may have changed; clear it before each query.
+
+        It is not set when hints were missed, see `streams_missed`.
+        """
+        return self.streams.watch(_stream_word(execution_id))
 
     def events(self, *families: EventFamily) -> None:
         """Wake the feeds of these families: events were written."""
@@ -245,7 +256,7 @@ class Wakeups:
 
     def _stream_heard(self, words: list[str]) -> None:
         if EVERYTHING in words:
-            self.streams.wake_all()
+            self.streams_missed.set()
             return
         for word in words:
             self.streams.wake(word)
@@ -260,3 +271,8 @@ class Wakeups:
             for place in places:
                 self.watermarks.lower(*map(int, place.split(".")))
             self._wake(bytes.fromhex(lane).decode())
+
+
+def _stream_word(execution_id: ExecutionId) -> str:
+    """A short word for the streams of an execution: more of them fit into a hint. Others may have the same word."""
+    return f"{zlib.crc32(execution_id.encode()):x}"

@@ -113,12 +113,18 @@ select e.partition_key, e.execution_id, rule.problem
                 or (y.has_durable_frame and y.closed_at is null and y.expires_at is not null)) as wrong_counts,
               count(*) filter (where y.first_frame_no <= y.frame_count
                 and (f.frame_no, f.ms, f.seq) is distinct from (y.frame_count, y.last_ms, y.last_seq)) as wrong_last,
+              count(*) filter (where o.is_present) as wrong_oldest,
               count(*) filter (where z.version is not null and not y.has_durable_frame) as without_patch
          from stream y
          left join lateral (
               select f.frame_no, f.ms, f.seq from stream_frame f
                where f.partition_key = y.partition_key and f.execution_id = y.execution_id and f.attempt_index = y.attempt_index
                order by f.ms desc, f.seq desc limit 1) f on true
+         left join lateral (
+              select true as is_present from stream_frame f
+               where f.partition_key = y.partition_key and f.execution_id = y.execution_id and f.attempt_index = y.attempt_index
+                 and (f.ms, f.seq) < (y.oldest_ms, y.oldest_seq)
+               limit 1) o on true
          left join lateral (
               select z.version from stream_summary z
                where z.partition_key = y.partition_key and z.execution_id = y.execution_id and z.attempt_index = y.attempt_index
@@ -220,6 +226,7 @@ select e.partition_key, e.execution_id, rule.problem
        ('stream: its attempt does not exist', y.of_no_attempt > 0),
        ('stream: the counters contradict each other', y.wrong_counts > 0),
        ('stream: the newest frame contradicts the counters', y.wrong_last > 0),
+       ('stream: a frame has an id below that of the oldest', y.wrong_oldest > 0),
        ('stream_summary: present though the stream has no summary frame', y.without_patch > 0),
        ('granted_until: set without a matching grant', e.granted_until > c.now and (e.is_terminal or g.expires_at is distinct from e.granted_until)),
        ('suspension_id: the suspension does not exist', e.suspension_id is not null and u.execution_id is null),

@@ -150,9 +150,31 @@ grown as materialized (
                        :frame_counts::bigint[], :first_frame_nos::bigint[], :total_bytes::bigint[], :have_durable_frame::boolean[],
                        :ema_rates_hz::float8[], :last_append_times::bigint[], :maxlens_applied::int[], :expiries::bigint[], :sweeps::bigint[],
                        :numbered_epochs::bigint[], :numbered_counts::bigint[], :trims::int[])
+         with ordinality
          as g(partition_key, execution_id, attempt_index, last_ms, last_seq, frame_count, first_frame_no, total_bytes,
               has_durable_frame, ema_rate_hz, last_append_ts_ms, maxlen_applied, expires_at, sweep_at, numbered_epoch,
-              numbered_count, trim_limit)
+              numbered_count, trim_limit, nth)
+),
+-- The oldest frames come first in the primary key, so hidden ones are found without reading visible ones.
+hidden as materialized (
+  select g.nth, f.tid, f.ms, f.seq
+    from grown g
+   cross join lateral (
+         select s.oldest_ms, s.oldest_seq from stream s
+          where s.partition_key = g.partition_key and s.execution_id = g.execution_id and s.attempt_index = g.attempt_index
+          limit 1) s
+   cross join lateral (
+         select f.ctid as tid, f.frame_no, f.ms, f.seq from stream_frame f
+          where f.partition_key = g.partition_key and f.execution_id = g.execution_id and f.attempt_index = g.attempt_index
+            and (f.ms, f.seq) >= (s.oldest_ms, s.oldest_seq)
+          order by f.ms, f.seq limit g.trim_limit) f
+   where g.trim_limit > 0 and f.frame_no < g.first_frame_no
+),
+deleted as (
+  delete from stream_frame where ctid = any(array(select tid from hidden))
+),
+trimmed as materialized (
+  select distinct on (nth) nth, ms, seq from hidden order by nth, ms desc, seq desc
 ),
 updated as (
   update stream s
@@ -160,21 +182,10 @@ updated as (
          total_bytes = g.total_bytes, last_frame_at = :now, has_durable_frame = g.has_durable_frame, ema_rate_hz = g.ema_rate_hz,
          last_append_ts_ms = g.last_append_ts_ms, maxlen_applied_last = g.maxlen_applied, expires_at = g.expires_at,
          sweep_at = coalesce(g.sweep_at, s.sweep_at),
-         numbered_epoch = g.numbered_epoch, numbered_count = g.numbered_count
-    from grown g
+         numbered_epoch = g.numbered_epoch, numbered_count = g.numbered_count,
+         oldest_ms = coalesce(t.ms, s.oldest_ms), oldest_seq = coalesce(t.seq + 1, s.oldest_seq)
+    from grown g left join trimmed t on t.nth = g.nth
    where s.partition_key = any(array[g.partition_key]) and s.execution_id = g.execution_id and s.attempt_index = g.attempt_index
-),
--- The oldest frames come first in the primary key, so hidden ones are found without reading visible ones.
-deleted as (
-  delete from stream_frame
-   where ctid = any(array(
-         select f.tid
-           from grown g
-          cross join lateral (
-                select f.ctid as tid, f.frame_no from stream_frame f
-                 where f.partition_key = g.partition_key and f.execution_id = g.execution_id and f.attempt_index = g.attempt_index
-                 order by f.ms, f.seq limit g.trim_limit) f
-          where g.trim_limit > 0 and f.frame_no < g.first_frame_no))
 )
 insert into stream_summary as s (partition_key, execution_id, attempt_index, document, version, patch_kind, first_applied_ms,
                                  last_updated_ms)

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -14,6 +14,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import literal
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.store import Store
+from flowfabric.engine.stream.parked import ParkedTails, Wait
 from flowfabric.model.errors import error
 from flowfabric.model.event import EventFamily
 from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key
@@ -35,7 +36,7 @@ from flowfabric.model.stream import (
 )
 from flowfabric.model.summary import PatchKind
 from flowfabric.model.text import check_range, shown, word_of
-from flowfabric.pauses import is_set_within, pauses
+from flowfabric.pauses import pauses
 
 SQL = statements_beside(__file__)
 Answer = TypeVar("Answer")
@@ -58,13 +59,10 @@ class FollowedFrames:
 class Tails:
     """Reads frames and summaries, and waits for frames without holding a connection.
 
-    A wait queries when its stream was woken, and by polling. `queries` limits how many of these run at once.
+    A wait queries at first, when it is woken, and at its end. `queries` limits how many of these run at once, and
+    `repeated_queries` those that are not the first one of their call.
     """
 
-    POLL_SECONDS = (0.1, 1.0)
-    """The first and the longest pause between two polls while no hints of other processes arrive."""
-    RECHECK_SECONDS = 5.0
-    """The pause between two polls while hints arrive."""
     PAUSE_SECONDS = (0.002, 0.05)
     """The first and the longest pause before another query if the last one was hinted and found nothing."""
     ENDING_SECONDS = 0.1
@@ -74,11 +72,19 @@ class Tails:
     RETRY_AFTER_MS = 25
 
     def __init__(
-        self, store: Store, results: Results, *, queries: asyncio.Semaphore, max_operations: int | None
+        self,
+        store: Store,
+        results: Results,
+        *,
+        queries: asyncio.Semaphore,
+        repeated_queries: asyncio.Semaphore,
+        max_operations: int | None,
     ) -> None:
         self._store = store
         self._results = results
+        self._parked = ParkedTails(store, SQL.list_changed)
         self._queries = queries
+        self._repeated_queries = repeated_queries
         self._max_operations = max_operations
         self._operations = 0
         self._idle = asyncio.Event()
@@ -102,7 +108,8 @@ class Tails:
         first, last = lower_bound(from_, "from_"), upper_bound(to, "to")
         _check_count(count_limit)
         with self._operation():
-            return await self._list(parsed, key, first, last, count_limit)
+            found, _ = await self._list(parsed, key, first, last, count_limit)
+            return found
 
     async def tail_stream(
         self,
@@ -123,14 +130,19 @@ class Tails:
         check_range(block_ms, "block_ms", 0, MAX_BLOCK_MS)
         _check_count(count_limit)
         excludes = _check_visibility(visibility) is TailVisibility.EXCLUDE_BEST_EFFORT
-        first = FrameId(position.ms, min(position.seq + 1, LAST.seq))
 
-        async def query() -> StreamFrames:
-            return await self._list(parsed, key, first, LAST, count_limit, excludes_best_effort=excludes)
+        async def query(wait: Wait) -> tuple[StreamFrames, Wait]:
+            first = FrameId(wait.ms, wait.seq)
+            found, newest = await self._list(parsed, key, first, LAST, count_limit, excludes_best_effort=excludes)
+            # Nothing is appended before the newest frame any more.
+            ms, seq = max(first, _after(newest))
+            return found, wait._replace(ms=ms, seq=seq)
 
+        first = _after(position)
+        wait = Wait(**key, ms=first.ms, seq=first.seq, last_attempt_index=attempt_index, is_following=False)
         with self._operation():
             return await self._wait(
-                parsed, block_ms, query, lambda found: bool(found.frames) or found.closed_at is not None
+                parsed, block_ms, wait, query, lambda found: bool(found.frames) or found.closed_at is not None
             )
 
     async def read_summary(self, execution_id: ExecutionId | str, attempt_index: int) -> SummaryDocument | None:
@@ -165,14 +177,14 @@ class Tails:
         """
         partition, uuid = row_key(execution_id)
 
-        async def query() -> FollowedFrames:
+        async def query(wait: Wait) -> tuple[FollowedFrames, Wait]:
             rows = await self._store.fetch(
                 SQL.list_followed_frames,
                 partition_key=partition,
                 execution_id=uuid,
-                attempt_index=attempt_index,
-                after_ms=after.ms,
-                after_seq=after.seq,
+                attempt_index=wait.attempt_index,
+                from_ms=wait.ms,
+                from_seq=wait.seq,
                 last_attempt_index=last_attempt_index,
                 count_limit=count_limit,
             )
@@ -183,25 +195,32 @@ class Tails:
                 for row in sorted(rows, key=_FOLLOWED_POSITION)
                 if row["ms"] is not None
             ]
-            return FollowedFrames(frames=frames, is_ended=rows[0]["is_ended"] and len(frames) < count_limit)
+            if rows[0]["newest_index"] is not None:
+                newest = _after(FrameId(rows[0]["last_ms"], rows[0]["last_seq"]))
+                index, ms, seq = max((wait.attempt_index, wait.ms, wait.seq), (rows[0]["newest_index"], *newest))
+                wait = wait._replace(attempt_index=index, ms=ms, seq=seq)
+            return FollowedFrames(frames=frames, is_ended=rows[0]["is_ended"] and len(frames) < count_limit), wait
 
+        first = _after(after)
+        wait = Wait(partition, uuid, attempt_index, first.ms, first.seq, last_attempt_index, is_following=True)
         wakers: list[Waker] = [partial(self._wake_at_end, execution_id)]
         # An attempt that has written a frame has a stream, whose closing wakes its tails.
         if last_attempt_index < INT32 and (attempt_index, after) <= (last_attempt_index, FIRST):
             wakers.append(self._wake_at_lease_events)
         with self._operation():
             return await self._wait(
-                execution_id, block_ms, query, lambda found: bool(found.frames) or found.is_ended, wakers=wakers
+                execution_id, block_ms, wait, query, lambda found: bool(found.frames) or found.is_ended, wakers=wakers
             )
 
     def refuse(self) -> None:
         """Fail parked tails and reject new calls."""
         self._refuses = True
-        self._store.wakeups.streams.wake_all()
+        self._parked.wake_all()
 
     async def drain(self) -> None:
         """Wait until every call in progress is answered."""
         await self._idle.wait()
+        await self._parked.close()
 
     @contextmanager
     def _operation(self) -> Iterator[None]:
@@ -234,7 +253,8 @@ class Tails:
         count_limit: int,
         *,
         excludes_best_effort: bool = False,
-    ) -> StreamFrames:
+    ) -> tuple[StreamFrames, FrameId]:
+        """The frames between two positions, and the id of the newest frame of the stream."""
         rows = await self._store.fetch(
             SQL.list_frames,
             **key,
@@ -246,55 +266,69 @@ class Tails:
             excludes_best_effort=excludes_best_effort,
         )
         if not rows:
-            return StreamFrames(frames=[])
+            return StreamFrames(frames=[]), FIRST
         frames = [StreamFrame.of(row) for row in sorted(rows, key=_POSITION) if row["ms"] is not None]
-        return StreamFrames(
+        found = StreamFrames(
             frames=frames, closed_at=rows[0]["closed_at"], closed_reason=_closed_reason(execution_id, rows[0])
         )
+        return found, FrameId(rows[0]["last_ms"], rows[0]["last_seq"])
 
     async def _wait(
         self,
         execution_id: ExecutionId,
         block_ms: int,
-        query: Callable[[], Awaitable[Answer]],
+        wait: Wait,
+        query: Callable[[Wait], Awaitable[tuple[Answer, Wait]]],
         is_found: Callable[[Answer], bool],
         *,
         wakers: Sequence[Waker] = (),
     ) -> Answer:
         """Query until something is found or the time is over; return the last answer.
 
+        Each query returns what to wait for after it, so that the next one does not look at the same frames again.
         The wakers run once there was no hint for a while: they wake for what the hints of the stream do not tell.
         """
         if not block_ms:
-            return await query()
+            return (await query(wait))[0]
         deadline = time.monotonic() + block_ms / 1000
         wakeups = self._store.wakeups
         # Connecting takes place in the background; once hints arrive, every waiter is woken.
         wakeups.hints.start_listening()
-        polls, repeats = pauses(*self.POLL_SECONDS), pauses(*self.PAUSE_SECONDS)
-        was_hinted = False
+        repeats = pauses(*self.PAUSE_SECONDS)
+        is_first, was_woken = True, False
         waking: list[asyncio.Task[None]] = []
-        with wakeups.streams.watch(execution_id) as changed:
+        with self._parked.watch(execution_id, wait) as tail:
             try:
                 while True:
                     self._check_open()
-                    changed.clear()
-                    async with self._queries:
-                        found = await query()
+                    tail.changed.clear()
+                    async with self._turn(is_first=is_first):
+                        found, tail.wait = await query(tail.wait)
+                    is_first = False
                     if is_found(found) or time.monotonic() >= deadline:
                         return found
-                    if was_hinted:
+                    if was_woken:
                         await asyncio.sleep(next(repeats))
-                    poll = self.RECHECK_SECONDS if wakeups.hints.is_listening else next(polls)
+                    seconds = deadline - time.monotonic()
                     if wakers and not waking:
-                        poll = min(poll, self.ENDING_SECONDS)
-                    was_hinted = await is_set_within(changed, min(poll, deadline - time.monotonic()))
-                    if not waking and not was_hinted:
-                        waking = [asyncio.create_task(wake(changed)) for wake in wakers]
+                        seconds = min(seconds, self.ENDING_SECONDS)
+                    was_woken = await self._parked.is_woken_within(tail, seconds)
+                    if not waking and not was_woken:
+                        waking = [asyncio.create_task(wake(tail.changed)) for wake in wakers]
             finally:
                 for task in waking:
                     task.cancel()
                 await asyncio.gather(*waking, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _turn(self, *, is_first: bool) -> AsyncIterator[None]:
+        """Wait for a turn to query; the first query of a call does not wait for all tails that were woken before."""
+        if is_first:
+            async with self._queries:
+                yield
+        else:
+            async with self._repeated_queries, self._queries:
+                yield
 
     async def _wake_at_end(self, execution_id: ExecutionId, changed: asyncio.Event) -> None:
         """Wake a waiter when the execution ends, because the end of one without an open stream wakes no tail."""
@@ -318,7 +352,12 @@ class Tails:
                 moved.clear()
 
 
-def _stream_key(execution_id: ExecutionId | str, attempt_index: int) -> tuple[ExecutionId, Mapping[str, object]]:
+def _after(id: FrameId) -> FrameId:
+    """The lowest id after this one."""
+    return FrameId(id.ms, min(id.seq + 1, LAST.seq))
+
+
+def _stream_key(execution_id: ExecutionId | str, attempt_index: int) -> tuple[ExecutionId, Mapping[str, Any]]:
     parsed = parse_execution_id(execution_id)
     partition, uuid = row_key(parsed)
     check_range(attempt_index, "attempt_index", 0, INT32)
