@@ -3,11 +3,15 @@
 import asyncio
 import contextlib
 import re
+from collections.abc import AsyncIterator
 
-from flowfabric import Context, Fabric, InvalidInputError
+from flowfabric import Context, Fabric
+from flowfabric.errors import InvalidInputError, NotFoundError
 from flowfabric.streams import RunFrame
 
 fabric = Fabric(lane="reports")
+
+PING_SECONDS = 15.0
 
 
 @fabric.task
@@ -23,6 +27,23 @@ def event_of(frame: RunFrame) -> str:
     return "".join([f"id: {frame.id}\n", *(f"data: {line}\n" for line in lines), "\n"])
 
 
+async def send_frames(frames: AsyncIterator[RunFrame], writer: asyncio.StreamWriter) -> None:
+    """Send each frame as an event, and a comment after a while without one, which fails if the browser is gone."""
+    while True:
+        try:
+            async with asyncio.timeout(PING_SECONDS):
+                frame = await anext(frames)
+        except TimeoutError:  # a call that is cancelled loses no frame
+            writer.write(b": ping\n\n")
+        except StopAsyncIteration:
+            break
+        else:
+            writer.write(event_of(frame).encode())
+        await writer.drain()
+    # A browser connects again when a response ends. The page closes its EventSource at this event.
+    writer.write(b"event: end\ndata:\n\n")
+
+
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer `GET /<id of a run>` with the frames after the one that the browser has read last, if it says so."""
     head, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -30,16 +51,15 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     try:
         run = fabric.run(head.split(" ")[1].removeprefix("/"))
         frames = run.stream(after=headers.get("last-event-id") or None)
+        await run.status()
     except InvalidInputError:
         writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+    except NotFoundError:  # before 200 is sent; a browser does not connect again then
+        writer.write(b"HTTP/1.1 404 Not Found\r\nConnection: close\r\n\r\n")
     else:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\n\r\n")
         with contextlib.suppress(ConnectionError):  # the browser has gone away
-            async for frame in frames:
-                writer.write(event_of(frame).encode())
-                await writer.drain()
-            # A browser connects again when a response ends. The page closes its EventSource at this event.
-            writer.write(b"event: end\ndata:\n\n")
+            await send_frames(frames, writer)
     writer.close()
 
 

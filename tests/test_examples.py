@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -98,6 +99,17 @@ async def test_an_example_prints_what_it_should(monkeypatch: pytest.MonkeyPatch)
 
 async def test_the_event_consumer_invoices_only_its_own_runs_when_it_is_started_again() -> None:
     assert [await missing("event_consumer.py") for _ in range(2)] == [[], []]
+
+
+async def test_the_events_of_a_run_that_does_not_exist_are_not_found() -> None:
+    example = runpy.run_path(str(EXAMPLES / "sse.py"))
+    fabric: Fabric = example["fabric"]
+    async with fabric, await asyncio.start_server(example["answer"], "127.0.0.1", 0) as server:
+        for path, status in ((f"fp1-{uuid4()}", b"404"), ("favicon.ico", b"400")):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(f"GET /{path} HTTP/1.1\r\n\r\n".encode())
+            assert (await reader.read()).split()[1] == status
+            writer.close()
 
 
 def test_the_service_example_works_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,7 +234,7 @@ def test_a_malformed_cursor_is_refused(cursor: object, detail: str) -> None:
 def test_an_id_of_a_run_is_refused_with_its_cursor() -> None:
     for read, name in ((lower_bound, "from"), (upper_bound, "to"), (tail_position, "after")):
         assert refusal_of(lambda read=read: read("0:17-3")) == (
-            f"{name}: malformed cursor '0:17-3'; it is an id of run.stream(), whose part behind the colon is the"
+            f"{name}: malformed cursor '0:17-3'; it is an id of run.stream(), whose part after the colon is the"
             " cursor: write '17-3'"
         )
 

@@ -244,7 +244,7 @@ def _parse_position(cursor: object, name: str, *, seq: int, advice: str = _BOUND
         raise error("invalid_input", f"{name}: bare '{cursor}' is not a cursor; {advice}")
     text = cursor if isinstance(cursor, str) and len(cursor) <= MAX_TEXT else ""
     if match := _RUN_FRAME_ID.fullmatch(text):
-        advice = f"it is an id of run.stream(), whose part behind the colon is the cursor: write '{match[1]}'"
+        advice = f"it is an id of run.stream(), whose part after the colon is the cursor: write '{match[1]}'"
     match = _FRAME_ID.fullmatch(text)
     numbers = [int(digits) for digits in match.groups() if digits is not None] if match else []
     if not numbers or max(numbers) > _UINT64:
@@ -285,7 +285,7 @@ class StreamFrame:
     position: FrameId
     """The id as numbers, which compare in the order of the stream."""
     number: int
-    """The number of the frame in its attempt, from 1; a jump shows frames that are no longer kept."""
+    """The number of the frame in its attempt, from 1; a jump shows frames that are no longer kept, or not asked for."""
     payload: bytes = field(repr=False)
     """The bytes that were appended."""
     frame_type: str

@@ -293,7 +293,7 @@ class FrameWriter:
         transaction. The call waits while 1000 frames or 1 MiB are not stored yet, and if the handler has kept the event
         loop since its last write, until the store has had as much time. With `flush`, and if the stream policy is
         `durable`, it waits until the frame is stored. Raises the error of an earlier frame that was refused, such as
-        `stale_owner_cannot_append` after the lease was lost; the frame of a write that raises is not stored.
+        `stale_owner_cannot_append` after the lease was lost; the frame of that write is not stored.
         """
         if not isinstance(flush, bool):
             raise error("invalid_input", f"flush: must be True or False, got {shown(flush)}")

@@ -94,7 +94,7 @@ class Streams:
     ) -> Sequence[AppendFrameOutcome | EngineError]:
         """Append frames up to the first refused one; repeating the call with the same numbers stores nothing twice.
 
-        The answers are those of the frames tried: the frames behind a refused one are not, so a refusal is always the
+        The answers are those of the frames tried: those after a refused one are not, so a refusal is always the
         last answer. The worker numbers the frames that it appends under its lease, from 1 on. It repeats a call whose
         outcome is unknown before it makes the next one. The answer to the repeat of a stored frame has the id of the
         newest frame.

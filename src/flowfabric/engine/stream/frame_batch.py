@@ -93,7 +93,7 @@ class FrameBatch:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether the writer numbers the frames; then those behind the first refused one are not appended."""
+        """Whether the writer numbers the frames; then those after the first refused one are not appended."""
         return self.first_number is not None
 
     @property
