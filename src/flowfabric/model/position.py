@@ -36,7 +36,7 @@ class Snapshot:
 
         Transaction ids are compared only if both snapshots are of one server. Otherwise all transactions have ended.
         """
-        # Every restore with events has another restored_event_id; a restore without events has nothing to compare.
+        # A restore after which restored_event_id is the same had no new events, so there is nothing to compare.
         is_comparable = later.restored_event_id == self.restored_event_id
         still_running = later.in_progress if is_comparable else ()
         xmax = later.xmax if is_comparable else self.next_xid

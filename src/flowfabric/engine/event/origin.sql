@@ -8,9 +8,13 @@ lock table event in share row exclusive mode;
 
 -- name: insert_origin
 -- Records this server as the origin of new events, unless it is; returns the new generation. The caller has locked the events.
+-- The newest event that was restored may have been deleted since: feed_trim and the last origin name it too. So restored_event_id
+-- never falls, and separates the events of the origins, also the deleted ones.
 insert into feed_origin (generation, origin, restored_event_id)
-select coalesce(last.generation, 0) + 1, here.origin, coalesce((select e.event_id from event e order by e.event_id desc limit 1), 0)
+select coalesce(last.generation, 0) + 1, here.origin,
+       greatest(coalesce((select e.event_id from event e order by e.event_id desc limit 1), 0),
+                (select max(t.event_id) from feed_trim t), last.restored_event_id)
   from (select ff_event_origin() as origin) here
-  left join lateral (select o.generation, o.origin from feed_origin o order by o.generation desc limit 1) last on true
+  left join lateral (select o.* from feed_origin o order by o.generation desc limit 1) last on true
  where last.origin is distinct from here.origin
 returning generation;
