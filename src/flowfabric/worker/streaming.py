@@ -178,9 +178,10 @@ class FrameQueue:
         if self._unreported and self._run.lost is None:
             # A transaction that has begun may still commit, and one whose answer was lost may have.
             is_unknown = is_storing or any(map(_is_outcome_unknown, self._unreported))
-            text = "%s: %d frames of its stream " + ("may not be" if is_unknown else "were not") + " stored: %s"
             count, first = len(self._unreported), self._unreported[0]
-            log_about(self._run.claimed, logger, logging.WARNING, text, self._run, count, first)
+            frames, were = ("1 frame", "was") if count == 1 else (f"{count} frames", "were")
+            text = "%s: %s of its stream " + ("may not be" if is_unknown else f"{were} not") + " stored: %s"
+            log_about(self._run.claimed, logger, logging.WARNING, text, self._run, frames, first)
 
     async def _put(self, frame: Frame, answer: "asyncio.Future[AppendFrameOutcome] | None") -> None:
         self._raise_refusal()
