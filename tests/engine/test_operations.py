@@ -4,10 +4,13 @@ import asyncio
 import inspect
 from collections.abc import Callable
 
+import pytest
+
 from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.operation import operation
+from flowfabric.model.errors import TransportError
 from flowfabric.model.handle import Handle
 from flowfabric.model.stream import Frame
 
@@ -79,6 +82,17 @@ async def test_an_operation_refuses_to_run_in_another_event_loop_and_changes_not
     # What a thread without an event loop gets may run in the loop of the engine.
     assert (await (await asyncio.to_thread(lambda: engine.append_frame(handle, frame)))).frame_count == 1
     await kept(handle, b"1")
+
+
+async def test_an_engine_is_closed_in_the_event_loop_in_which_it_was_connected(url: str) -> None:
+    connection = Engine.connect(url)
+    engine = await connection.__aenter__()
+    with pytest.raises(RuntimeError, match="the engine is connected in another event loop; connect an Engine in each"):
+        await asyncio.to_thread(asyncio.run, connection.__aexit__(None, None, None))
+    await engine.ping()
+    await connection.__aexit__(None, None, None)
+    with pytest.raises(TransportError, match="the connections to the store are closed"):
+        await engine.ping()
 
 
 async def test_a_subclass_may_override_an_operation(url: str, given: Given) -> None:

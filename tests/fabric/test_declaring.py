@@ -161,6 +161,26 @@ async def test_a_fabric_is_used_in_the_event_loop_in_which_it_was_connected(url:
         await job.submit()
 
 
+async def test_a_fabric_is_closed_in_the_event_loop_in_which_it_was_connected(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    def close() -> str:
+        try:
+            asyncio.run(fabric.__aexit__(None, None, None))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for _ in range(2):
+        async with fabric, fabric.worker():
+            text = await (await close.submit()).result(timeout=60)
+            assert text.startswith("the fabric is connected in another event loop; connect a Fabric in each event")
+            await fabric.engine.ping()
+        # A closed fabric belongs to no event loop.
+        await asyncio.to_thread(asyncio.run, fabric.__aexit__(None, None, None))
+
+
 def test_a_url_that_is_not_text_is_refused_at_once() -> None:
     urls: dict[str, Any] = {
         "5": 5,

@@ -363,6 +363,26 @@ async def test_an_iterator_that_two_tasks_use_at_the_same_time_refuses_the_secon
             assert texts(await first + await read(frames)) == ["0", "1", "2"]
 
 
+async def test_an_iterator_in_another_event_loop_is_refused_and_keeps_its_frames(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def write(ctx: Context) -> None:
+        for number in range(3):
+            await ctx.stream.write(str(number))
+
+    async with fabric, fabric.worker():
+        run = await write.submit()
+        await run.result()
+        frames = run.stream()
+        found = await read(frames, 1)
+        with pytest.raises(
+            RuntimeError, match=r"^run\.stream\(\): this iterator is in another event loop; call run\.str"
+        ):
+            await asyncio.to_thread(asyncio.run, read(frames, 1))
+        assert texts(found + await read(frames)) == ["0", "1", "2"]
+
+
 async def test_a_reader_that_disconnects_again_and_again_gets_every_frame_once(url: str) -> None:
     fabric = Fabric(url)
 

@@ -110,7 +110,7 @@ async def test_from_thread_takes_only_a_call(engine: Engine, start_worker: Start
     def refusals(ctx: Context) -> list[str]:
         from_thread: Callable[[object], object] = ctx.from_thread  # type: ignore[assignment]
         refused: list[str] = []
-        for wrong in (5, None, ctx.stream.write):
+        for wrong in (5, None, ctx.stream.write, ctx.lease_lost):
             try:
                 from_thread(wrong)
             except TypeError as error:
@@ -123,5 +123,7 @@ async def test_from_thread_takes_only_a_call(engine: Engine, start_worker: Start
             b'["from_thread: expected a call such as ctx.progress(50), got 5",'
             b'"from_thread: expected a call such as ctx.progress(50), got None",'
             b'"from_thread: expected a call such as ctx.progress(50), got the function write itself; '
-            b'call it: ctx.from_thread(ctx.stream.write(line))"]'
+            b'call it: ctx.from_thread(ctx.stream.write(line))",'
+            b'"from_thread: expected a call such as ctx.progress(50), got a Future; '
+            b'pass a call of an `async def` function that awaits it"]'
         )

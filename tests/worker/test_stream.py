@@ -21,6 +21,12 @@ from .streaming import LONGEST, numbers, refusal, texts
 from .waiting import LONG_TTL_MS
 
 
+def keep_the_loop(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
 async def test_frames_are_stored_in_order_many_in_one_transaction_and_before_the_result(
     engine: Engine, start_worker: StartWorker, submit: Submit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,11 +77,6 @@ async def test_a_handler_that_keeps_the_event_loop_between_its_writes_streams_ne
 ) -> None:
     is_read = threading.Event()
 
-    def keep_the_loop(seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            pass
-
     async def job(ctx: Context) -> bool:
         await ctx.stream.write("0")
         keep_the_loop(1)
@@ -93,6 +94,35 @@ async def test_a_handler_that_keeps_the_event_loop_between_its_writes_streams_ne
     reading = asyncio.create_task(asyncio.to_thread(asyncio.run, read(run)))
     assert (await engine.wait_for_ending(run, timeout=60)).result == b"true"
     await reading
+
+
+@pytest.mark.usefixtures("patient_with_locks")
+async def test_a_write_gives_the_store_no_more_time_than_the_handler_has_kept_the_event_loop(
+    engine: Engine, start_worker: StartWorker, submit: Submit, connection: asyncpg.Connection, eventually: Eventually
+) -> None:
+    is_locked, has_written = asyncio.Event(), asyncio.Event()
+
+    async def job(ctx: Context) -> None:
+        await ctx.stream.write("0", flush=True)
+        await is_locked.wait()
+        await ctx.stream.write("1")
+        keep_the_loop(0.03)
+        await ctx.stream.write("2")
+        has_written.set()
+
+    await start_worker({"job": job}, lease_ttl=LONG_TTL_MS / 1000)
+    run = await submit()
+
+    async def has_begun() -> bool:
+        return await texts(engine, run) == ["0"]
+
+    await eventually(has_begun)
+    async with connection.transaction():
+        await connection.execute("select from stream for update")
+        is_locked.set()
+        await eventually(has_written.is_set, timeout=20)
+    await engine.wait_for_ending(run, timeout=60)
+    assert await texts(engine, run) == numbers(3)
 
 
 @pytest.mark.usefixtures("patient_with_locks")

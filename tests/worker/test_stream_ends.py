@@ -208,7 +208,7 @@ async def test_the_end_of_a_run_waits_for_its_frames_only_for_a_while(
         await connection.execute("select from stream for update")
         handler.may_return.set()
         await eventually(
-            lambda: "1 frames of its stream may not be stored: stream_closed: the run has ended first" in caplog.text
+            lambda: "1 frame of its stream may not be stored: stream_closed: the run has ended first" in caplog.text
         )
     assert (await engine.wait_for_ending(run, timeout=60)).result == b'"run 1"'
 
@@ -264,6 +264,9 @@ async def test_the_first_write_is_refused_too_if_the_handler_has_returned(
     assert await texts(engine, run) == []
 
 
+@pytest.mark.parametrize(
+    ("count", "line"), [(1, "1 frame of its stream may not be stored"), (3, "3 frames of its stream may not be stored")]
+)
 async def test_frames_that_a_suspended_handler_writes_are_dropped_and_logged(
     engine: Engine,
     start_worker: StartWorker,
@@ -271,19 +274,50 @@ async def test_frames_that_a_suspended_handler_writes_are_dropped_and_logged(
     is_suspended: IsSuspended,
     eventually: Eventually,
     caplog: pytest.LogCaptureFixture,
+    count: int,
+    line: str,
 ) -> None:
     async def job(ctx: Context) -> None:
         try:
             await ctx.stream.write("a")
             await ctx.suspend(keys=["ready"])
         finally:
-            await ctx.stream.write("too late")
+            for number in numbers(count):
+                await ctx.stream.write(number)
 
     await start_worker({"job": job})
     run = await submit()
     await is_suspended(run)
     assert await texts(engine, run) == ["a"]
-    await eventually(lambda: "1 frames of its stream may not be stored" in caplog.text)
+    await eventually(lambda: f"{run} (job): {line}: stream_closed: " in caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("count", "line"), [(1, "1 frame of its stream was not stored"), (3, "3 frames of its stream were not stored")]
+)
+async def test_frames_that_the_store_has_refused_are_logged_if_no_later_write_raises_the_refusal(
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
+    count: int,
+    line: str,
+) -> None:
+    async def job(ctx: Context) -> None:
+        try:
+            await ctx.suspend(keys=["ready"])
+        finally:
+            for number in numbers(count):
+                await ctx.stream.write(number)
+            frames = ctx._running.frames
+            assert frames is not None
+            await eventually(lambda: not frames._waiting)
+
+    await start_worker({"job": job})
+    run = await submit()
+    await eventually(lambda: f"{run} (job): {line}: " in caplog.text)
+    assert await texts(engine, run) == []
 
 
 async def test_a_resumed_run_writes_although_its_frames_are_numbered_from_one_again(

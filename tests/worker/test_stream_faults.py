@@ -79,7 +79,7 @@ async def test_a_frame_whose_answer_is_lost_with_the_lease_is_not_reported_as_lo
 
     await start_worker({"job": job})
     run = await submit()
-    await eventually(lambda: "1 frames of its stream may not be stored: transport" in caplog.text)
+    await eventually(lambda: "1 frame of its stream may not be stored: transport" in caplog.text)
     assert await texts(engine, run) == ["a"]
 
 

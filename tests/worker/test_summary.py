@@ -44,6 +44,10 @@ async def test_a_patch_is_merged_into_the_summary_and_returns_its_version(
 async def test_a_patch_that_is_no_json_object_is_refused_and_changes_nothing(
     engine: Engine, start_worker: StartWorker, submit: Submit
 ) -> None:
+    @dataclass
+    class Names:
+        by_number: dict[int, str]
+
     refused: list[tuple[str, str]] = []
     deep: dict[str, Any] = {}
     for _ in range(16):
@@ -52,7 +56,7 @@ async def test_a_patch_that_is_no_json_object_is_refused_and_changes_nothing(
     async def job(ctx: Context) -> None:
         wrong: list[Any] = [[1], "text", None, {"a": float("nan")}, {"a": [float("inf")]}, {"a": "\ud800"}, deep]
         wrong += [{1: "a", "1": "b"}, {"a": [{"b": {2.5: 1}}]}]
-        wrong += [{"a": object()}, {"a": "x" * LONGEST}]
+        wrong += [{"a": Names({1: "one"})}, {"a": object()}, {"a": "x" * LONGEST}]
         for patch in wrong:
             refused.append(await refusal(ctx.summary.patch(patch)))
 
@@ -61,7 +65,7 @@ async def test_a_patch_that_is_no_json_object_is_refused_and_changes_nothing(
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
     assert await engine.read_summary(run, 0) is None
     assert await texts(engine, run) == []
-    assert [code for code, _ in refused] == ["invalid_input"] * 10 + ["retention_limit_exceeded"]
+    assert [code for code, _ in refused] == ["invalid_input"] * 11 + ["retention_limit_exceeded"]
     assert refused[0][1] == "patch: expected a dict, such as {'done': 3}, got [1]"
     assert refused[3][1] == (
         "patch: {'a': nan} cannot be stored as JSON: JSON has neither NaN nor infinity; pass None or a string instead"
@@ -71,3 +75,4 @@ async def test_a_patch_that_is_no_json_object_is_refused_and_changes_nothing(
     )
     assert refused[7][1] == "patch: keys must be text, got 1; write '1'"
     assert refused[8][1] == "patch: keys must be text, got 2.5; write '2.5'"
+    assert refused[9][1] == refused[7][1]

@@ -1,6 +1,7 @@
 """Which executions a worker claims, how it runs their handlers, and what becomes of their results and errors."""
 
 import asyncio
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -230,11 +231,18 @@ FAILING = {
 
 
 async def test_a_failure_stores_its_reason_and_leaves_the_worker_at_work(
-    engine: Engine, start_worker: StartWorker, submit: Submit, attempts: Attempts
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    attempts: Attempts,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def fine() -> None: ...
 
-    await start_worker({"fine": fine, **{kind: case.handler for kind, case in FAILING.items()}}, reconcile=False)
+    worker = await start_worker(
+        {"fine": fine, **{kind: case.handler for kind, case in FAILING.items()}}, reconcile=False
+    )
     runs = {kind: await submit(kind=kind, policy=case.policy) for kind, case in FAILING.items()}
     wrong: list[Any] = []
     for kind, run in runs.items():
@@ -247,6 +255,30 @@ async def test_a_failure_stores_its_reason_and_leaves_the_worker_at_work(
     assert wrong == []
     ended = await engine.wait_for_ending(await submit(kind="fine"), timeout=60)
     assert ended.outcome is TerminalOutcome.SUCCESS
+    await eventually(lambda: worker.running == 0)
+    failed = [record.getMessage() for record in caplog.records if " failed in attempt 1 for good: " in record.message]
+    assert len(failed) == len(FAILING)
+
+
+async def test_a_run_whose_failure_cannot_be_logged_frees_its_worker(
+    engine: Engine, start_worker: StartWorker, submit: Submit, eventually: Eventually
+) -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError(f"no space left on device: {record}")
+
+    async def fail() -> None:
+        raise ValueError
+
+    logger, broken = logging.getLogger("flowfabric.worker.reports"), Broken()
+    worker = await start_worker({"job": fail}, concurrency=1)
+    logger.addHandler(broken)
+    try:
+        for _ in range(2):
+            assert (await engine.wait_for_ending(await submit(), timeout=60)).outcome is TerminalOutcome.FAILED
+            await eventually(lambda: worker.running == 0, timeout=10)
+    finally:
+        logger.removeHandler(broken)
 
 
 async def test_the_cancellation_inside_a_timeout_is_not_part_of_the_reason(

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from flowfabric.engine.core.keys import Keys
@@ -36,6 +37,7 @@ from flowfabric.engine.wait.resume import Resumes
 from flowfabric.engine.wait.suspend import Suspend
 from flowfabric.engine.wait.timeout import SuspensionTimeouts
 from flowfabric.engine.wait.waitpoint import Waitpoints
+from flowfabric.loops import check_engine_loop
 from flowfabric.model.errors import error
 from flowfabric.model.support import NAMED_OPERATIONS, Capabilities, capabilities_of, identify
 from flowfabric.settings import Settings
@@ -182,9 +184,15 @@ class Engine:
         return capabilities_of(identity, lambda name: hasattr(type(self), name))
 
     @classmethod
-    @asynccontextmanager
-    async def connect(cls, url: str | None = None, *, settings: Settings | None = None) -> AsyncIterator["Engine"]:
+    def connect(
+        cls, url: str | None = None, *, settings: Settings | None = None
+    ) -> AbstractAsyncContextManager["Engine"]:
         """Open an engine on the Postgres at `url`, else on the configured one, else on an embedded one."""
+        return _Connection(cls._connected(url, settings))
+
+    @classmethod
+    @asynccontextmanager
+    async def _connected(cls, url: str | None, settings: Settings | None) -> AsyncIterator["Engine"]:
         settings = settings or Settings()
         if url is not None:
             settings = settings.model_copy(update={"database_url": Settings(database_url=url).database_url})
@@ -200,6 +208,25 @@ class Engine:
         finally:
             await parts.shutdown.close()
             await lifecycle.close()
+
+
+class _Connection(AbstractAsyncContextManager[Engine]):
+    """Closes an engine in the event loop in which it was connected; elsewhere it refuses, and the engine stays open."""
+
+    def __init__(self, connected: AbstractAsyncContextManager[Engine]) -> None:
+        self._connected = connected
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __aenter__(self) -> Engine:
+        engine = await self._connected.__aenter__()
+        self._loop = asyncio.get_running_loop()
+        return engine
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        check_engine_loop(self._loop)
+        return await self._connected.__aexit__(kind, error, trace)
 
 
 @asynccontextmanager

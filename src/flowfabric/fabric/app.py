@@ -88,7 +88,7 @@ class Fabric:
         """The engine of this fabric, which has every operation; available while the fabric is connected."""
         if self._engine is None:
             raise RuntimeError("the fabric is not connected; use it inside `async with fabric:`")
-        check_loop(self._loop, "the fabric is connected", "connect a Fabric in each event loop, or ")
+        self._check_loop()
         return self._engine
 
     async def __aenter__(self) -> Self:
@@ -105,8 +105,12 @@ class Fabric:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Disconnect from the database."""
-        self._engine = None
+        self._check_loop()
+        self._engine = self._loop = None
         await self._open.aclose()
+
+    def _check_loop(self) -> None:
+        check_loop(self._loop, "the fabric is connected", "connect a Fabric in each event loop, or ")
 
     def run(self, execution_id: str) -> Run[Any]:
         """Return the run of any execution by its id, whichever process submitted it.

@@ -11,6 +11,7 @@ from typing import Self
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.stream.tail import FollowedFrames
+from flowfabric.loops import check_loop
 from flowfabric.model.errors import EngineError, NotFoundError, UnavailableError, error
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.policy_checks import INT32
@@ -96,6 +97,8 @@ class RunFrames(AsyncIterator[RunFrame]):
         self._is_over = False
         self._is_in_use = False
         """Whether a call waits for the next frame."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop in which it reads; set by the first read."""
 
     def __aiter__(self) -> Self:
         """Return this iterator."""
@@ -103,6 +106,7 @@ class RunFrames(AsyncIterator[RunFrame]):
 
     async def __anext__(self) -> RunFrame:
         """Return the next frame, as soon as there is one."""
+        check_loop(self._loop, "run.stream(): this iterator is", "call run.stream() in each event loop, or ")
         if self._is_in_use:
             raise RuntimeError(
                 "run.stream(): another task waits for the next frame of this iterator; call run.stream() in each task"
@@ -131,6 +135,7 @@ class RunFrames(AsyncIterator[RunFrame]):
     async def _read(self) -> FollowedFrames:
         """Read the next frames, waiting for them; repeat it while the store is unavailable."""
         tails, (attempt_index, after) = parts_of(self._engine()).tails, self._position
+        self._loop = asyncio.get_running_loop()
         for pause in pauses(*RETRY_SECONDS):
             try:
                 return await tails.follow(

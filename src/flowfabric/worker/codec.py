@@ -358,7 +358,7 @@ def _described(value: object) -> str:
 
 def _advice(value: object, annotation: Any, verb: str) -> str | None:
     """Return what to write instead of a value that contains something JSON cannot represent."""
-    for part in _parts(value):
+    for part in parts_in(value):
         if isinstance(part, float) and not math.isfinite(part):
             return f"JSON has neither NaN nor infinity; {verb} None or a string instead"
         if isinstance(part, Decimal) and part.is_nan():
@@ -370,7 +370,7 @@ def _advice(value: object, annotation: Any, verb: str) -> str | None:
     return None
 
 
-def _parts(value: object) -> Iterator[object]:
+def parts_in(value: object) -> Iterator[object]:
     """Yield a value and everything it contains."""
     seen: dict[int, object] = {}
     pending = [value]

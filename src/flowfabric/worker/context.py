@@ -1,6 +1,7 @@
 """What a handler knows about its run, and what it can do with it."""
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar, Unpack, overload
 from uuid import uuid5
@@ -58,6 +59,8 @@ def _is_suspended(outcome: SuspendOutcome, handle: Handle) -> bool:
 
 
 def _not_called(value: object) -> str:
+    if inspect.isawaitable(value):
+        return f"a {type(value).__name__}; pass a call of an `async def` function that awaits it"
     name = getattr(value, "__name__", None)
     if not callable(value) or name is None:
         return shown(value)

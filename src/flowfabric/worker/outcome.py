@@ -123,8 +123,10 @@ def _failure(
     *,
     is_logged: bool = True,
 ) -> Failure:
-    reason = FailureReason(message, detail=category, error_type=error_type_of(error), traceback=traceback_of(error))
-    return Failure(reason, classification, error if is_logged else None)
+    trace = traceback_of(error)
+    reason = FailureReason(message, detail=category, error_type=error_type_of(error), traceback=trace)
+    # A log that cannot print the exception would lose the line.
+    return Failure(reason, classification, error if is_logged and trace is not None else None)
 
 
 def _is_permanent(error: BaseException) -> bool:

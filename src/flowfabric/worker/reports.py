@@ -89,8 +89,11 @@ class Reports:
         try:
             await self._write(running, write, "failure")
         finally:
-            _log_failure(running, failure, answer)
-            self._release(running)
+            try:
+                _log_failure(running, failure, answer)
+            finally:
+                # Also if a handler of the log raises: a run that is not released occupies its worker for good.
+                self._release(running)
 
     async def hand_back(self, running: Running) -> None:
         """Release the lease of a stopped run, so that any worker can claim the execution at once.

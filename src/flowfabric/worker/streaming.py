@@ -26,7 +26,7 @@ from flowfabric.model.stream import (
 from flowfabric.model.summary import read_patch
 from flowfabric.model.text import shown
 from flowfabric.pauses import pauses
-from flowfabric.worker.codec import encode_untyped, reason
+from flowfabric.worker.codec import encode_untyped, parts_in, reason
 from flowfabric.worker.faults import RETRY_SECONDS, is_bad_input, is_store_fault
 from flowfabric.worker.logs import log_about
 
@@ -178,9 +178,10 @@ class FrameQueue:
         if self._unreported and self._run.lost is None:
             # A transaction that has begun may still commit, and one whose answer was lost may have.
             is_unknown = is_storing or any(map(_is_outcome_unknown, self._unreported))
-            text = "%s: %d frames of its stream " + ("may not be" if is_unknown else "were not") + " stored: %s"
             count, first = len(self._unreported), self._unreported[0]
-            log_about(self._run.claimed, logger, logging.WARNING, text, self._run, count, first)
+            frames, were = ("1 frame", "was") if count == 1 else (f"{count} frames", "were")
+            text = "%s: %s of its stream " + ("may not be" if is_unknown else f"{were} not") + " stored: %s"
+            log_about(self._run.claimed, logger, logging.WARNING, text, self._run, frames, first)
 
     async def _put(self, frame: Frame, answer: "asyncio.Future[AppendFrameOutcome] | None") -> None:
         self._raise_refusal()
@@ -383,15 +384,8 @@ def _json_of(patch: object) -> bytes:
 
 def _check_keys(patch: Mapping[Any, object]) -> None:
     """Refuse keys that are not text: in JSON, 1 and "1" are the same key."""
-    parts: list[object] = [patch]
-    while parts:
-        match parts.pop():
-            case Mapping() as mapping:
-                for key in mapping:
-                    if not isinstance(key, str):
-                        raise error("invalid_input", f"patch: keys must be text, got {shown(key)}; write {str(key)!r}")
-                parts += mapping.values()
-            case list() | tuple() as items:
-                parts += items
-            case _:
-                pass
+    for part in parts_in(dict(patch)):
+        if isinstance(part, dict):
+            for key in part:
+                if not isinstance(key, str):
+                    raise error("invalid_input", f"patch: keys must be text, got {shown(key)}; write {str(key)!r}")
