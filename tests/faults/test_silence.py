@@ -56,7 +56,7 @@ async def test_waiting_for_a_free_connection_times_out_like_waiting_for_an_answe
     async with database.acquire(), database.acquire(), database.acquire():
         with pytest.raises(StoreFault, match="FF_DATABASE_POOL_SIZE") as raised:
             await database.fetch(ONE, {})
-        assert (raised.value.kind, raised.value.outcome_unknown) == ("timeout", False)
+        assert (raised.value.kind, raised.value.outcome_unknown, raised.value.is_canceled) == ("timeout", False, False)
     assert (await database.fetch(ONE, {}))[0]["one"] == 1
 
 

@@ -36,13 +36,15 @@ class StoreFault(Exception):
     """A failed call to Postgres.
 
     `kind` is one of the engine's transport kinds, or `contention`. `outcome_unknown` means that the statement or the
-    commit was sent but not answered: it may have taken effect.
+    commit was sent but not answered: it may have taken effect. `is_canceled` means that Postgres canceled the
+    statement, mostly because it took longer than the statement timeout.
     """
 
-    def __init__(self, kind: str, message: str, *, outcome_unknown: bool = False) -> None:
+    def __init__(self, kind: str, message: str, *, outcome_unknown: bool = False, is_canceled: bool = False) -> None:
         super().__init__(message)
         self.kind = kind
         self.outcome_unknown = outcome_unknown
+        self.is_canceled = is_canceled
 
     @property
     def is_store_failure(self) -> bool:
@@ -51,7 +53,7 @@ class StoreFault(Exception):
 
     def copy(self) -> "StoreFault":
         """The same fault for another caller: each raised exception collects its own traceback."""
-        return StoreFault(self.kind, str(self), outcome_unknown=self.outcome_unknown)
+        return StoreFault(self.kind, str(self), outcome_unknown=self.outcome_unknown, is_canceled=self.is_canceled)
 
 
 def fault_of(error: BaseException) -> StoreFault | None:
@@ -66,7 +68,8 @@ def fault_of(error: BaseException) -> StoreFault | None:
         text = f"{type(error).__name__}: {text}"
     # A session that the server ends may have committed already, while it waited for a standby.
     is_unknown = not is_answered(error) or getattr(error, "sqlstate", None) == _COMPLETION_UNKNOWN
-    return StoreFault(kind, text, outcome_unknown=is_unknown)
+    is_canceled = isinstance(error, asyncpg.QueryCanceledError)
+    return StoreFault(kind, text, outcome_unknown=is_unknown, is_canceled=is_canceled)
 
 
 def is_answered(error: BaseException | None) -> bool:

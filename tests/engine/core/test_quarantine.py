@@ -8,11 +8,13 @@ import pytest
 
 from engine.state import HandClock
 from fixtures import Clock, Engines, Given, Rows, uuid_of
+from flowfabric.db.faults import StoreFault
 from flowfabric.engine.core import quarantine as quarantine_module
 from flowfabric.engine.core.quarantine import SKIPPED_INTERVALS, Quarantine, pause_after
 from flowfabric.engine.core.sweep import RAISE_AFTER, BatchSize
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.errors import TransportError, error
+from flowfabric.engine.store import error_of
+from flowfabric.model.errors import EngineError, TransportError, error
 from flowfabric.model.ids import ExecutionId
 
 IDS = [ExecutionId(f"{{fp:{nth}}}:11111111-1111-4111-8111-{nth:012d}") for nth in range(10)]
@@ -32,6 +34,14 @@ def quarantine(monotonic: HandClock) -> Quarantine:
 def uuids(*execution_ids: ExecutionId) -> list[UUID]:
     """The UUIDs in execution ids, which is how a quarantine lists them."""
     return [UUID(uuid_of(each)) for each in execution_ids]
+
+
+def too_slow() -> EngineError:
+    """The error of a statement that Postgres canceled because it took too long."""
+    fault = StoreFault("timeout", "too slow", is_canceled=True)
+    answer = error_of(fault)
+    answer.__cause__ = fault
+    return answer
 
 
 def test_every_third_failure_in_a_row_pauses_for_ten_intervals() -> None:
@@ -171,11 +181,11 @@ async def test_batches_become_smaller_after_timeouts_and_larger_when_they_are_in
     async def items(execution_ids: Sequence[ExecutionId]) -> int:
         sizes.append(len(execution_ids))
         if set(slow) & set(execution_ids):
-            raise TransportError("timeout", "too slow")
+            raise too_slow()
         return len(execution_ids)
 
     async def sweep() -> int:
-        return await quarantine.sweep_in_time(batch, list_due, items, limit=10, size=size, smallest=64)
+        return await quarantine.sweep_in_time(batch, list_due, items, limit=10, size=size, parts=64)
 
     assert [await sweep() for _ in range(5)] == [0, 0, 0, 0, 1]
     assert sizes == [10, 2, 1, 1, 1]
@@ -189,32 +199,96 @@ async def test_batches_become_smaller_after_timeouts_and_larger_when_they_are_in
     assert quarantine.skipped() == uuids(IDS[0])
 
 
-@pytest.mark.parametrize("kind", ["transport", "timeout"])
-async def test_a_store_that_does_not_answer_makes_no_batch_smaller(quarantine: Quarantine, kind: str) -> None:
-    size = BatchSize()
-
-    async def gone(ids: Sequence[object]) -> int:
-        raise TransportError(kind, "gone", outcome_unknown=True)
+async def test_items_that_are_left_do_not_stop_others_while_batches_are_small(quarantine: Quarantine) -> None:
+    size, left, sizes = BatchSize(), IDS[:4], []
+    size.reduce()
 
     async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
-        raise AssertionError("nothing is listed")
+        return [each for each in IDS if UUID(uuid_of(each)) not in skipped]
+
+    async def items(execution_ids: Sequence[ExecutionId]) -> int:
+        sizes.append(len(execution_ids))
+        return len(set(execution_ids) - set(left))
+
+    async def batch(skipped: Sequence[UUID]) -> int:
+        raise AssertionError("batches are small")
+
+    for _ in range(6):
+        await quarantine.sweep_in_time(batch, list_due, items, limit=10, size=size)
+    assert sizes == [2, 1, 1, 1, 1, 1]
+    assert quarantine.skipped() == uuids(*left)
+
+
+async def test_a_batch_that_finds_nothing_due_makes_the_next_one_as_large_as_possible(quarantine: Quarantine) -> None:
+    size = BatchSize()
+    for _ in range(3):
+        size.reduce()
+
+    async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
+        return []
+
+    async def nothing(ids: Sequence[object]) -> int:
+        raise AssertionError("nothing is due")
+
+    assert await quarantine.sweep_in_time(nothing, list_due, nothing, limit=10, size=size) == 0
+    assert not size.is_reduced
+
+
+async def test_an_item_that_can_be_set_aside_is_not_skipped(quarantine: Quarantine) -> None:
+    size, due = BatchSize(), IDS[:2]
+    size.reduce()
+
+    async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
+        return [each for each in due if UUID(uuid_of(each)) not in skipped]
+
+    async def slow(ids: Sequence[object]) -> int:
+        raise too_slow()
+
+    async def set_aside(execution_id: ExecutionId) -> bool:
+        if execution_id == IDS[1]:
+            return False
+        due.remove(execution_id)
+        return True
+
+    for _ in range(2):
+        await quarantine.sweep_in_time(slow, list_due, slow, limit=4, size=size, set_aside=set_aside)
+    assert (due, quarantine.skipped()) == ([IDS[1]], uuids(IDS[1]))
+
+
+@pytest.mark.parametrize("kind", ["transport", "timeout"])
+@pytest.mark.parametrize("is_sent", [True, False])
+@pytest.mark.parametrize("is_small", [True, False])
+async def test_a_store_that_does_not_answer_makes_no_batch_smaller(
+    quarantine: Quarantine, kind: str, *, is_sent: bool, is_small: bool
+) -> None:
+    size = BatchSize()
+    if is_small:
+        size.reduce()
+    limit = size.of(10)
+
+    async def gone(ids: Sequence[object]) -> int:
+        # As without a free connection in time, if nothing was sent.
+        raise TransportError(kind, "gone", outcome_unknown=is_sent)
+
+    async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
+        return IDS[:1]
 
     with pytest.raises(TransportError):
-        await quarantine.sweep_in_time(gone, list_due, gone, limit=10, size=size, smallest=10)
-    assert (size.is_reduced, quarantine.skipped()) == (False, [])
+        await quarantine.sweep_in_time(gone, list_due, gone, limit=10, size=size)
+    assert (size.of(10), quarantine.skipped()) == (limit, [])
 
 
 async def test_a_store_that_is_too_slow_to_list_what_is_due_is_reported(quarantine: Quarantine) -> None:
     size = BatchSize()
 
-    async def too_slow(ids: Sequence[object]) -> int:
-        raise TransportError("timeout", "too slow")
+    async def slow(ids: Sequence[object]) -> int:
+        raise too_slow()
 
     async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
-        raise TransportError("timeout", "too slow")
+        raise too_slow()
 
     async def sweep() -> int:
-        return await quarantine.sweep_in_time(too_slow, list_due, too_slow, limit=10, size=size, smallest=10)
+        return await quarantine.sweep_in_time(slow, list_due, slow, limit=10, size=size)
 
     assert await sweep() == 0
     with pytest.raises(TransportError, match="too slow"):

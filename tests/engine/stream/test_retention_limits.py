@@ -213,3 +213,31 @@ async def test_a_stream_that_is_never_deleted_in_time_does_not_stop_the_sweep_of
     await sweeps_of(engine, "stream_expiry").catch_up()
     assert {str(row["execution_id"]) for row in await rows.of("stream_frame")} == {uuid_of(slow.execution_id)}
     assert parts_of(engine).stream_expiry.quarantine.skipped() == [UUID(uuid_of(slow.execution_id))]
+
+
+async def test_an_execution_whose_frames_are_never_deleted_in_time_does_not_stop_the_retention_of_others(
+    engines: Engines, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    engine = await engines(statement_timeout_ms=200)
+    slow, *_ = [await ended(engine, given, 3) for _ in range(3)]
+    await before_delete(connection, "stream_frame", "perform pg_sleep(1)", only=slow)
+    await clock.advance(ms=DAY_MS)
+    retention, streams = parts_of(engine).retention, parts_of(engine).stream_expiry
+    # Six batches of the first sweep are too slow, and two of the others delete one execution each.
+    trims = [await retention.trim_batch() for _ in range(9)]
+    assert [trim.done for trim in trims] == [0] * 6 + [1, 1, 0]
+    assert [trim.is_full for trim in trims] == [True] * 8 + [False]
+    assert (len(await stored_frames(rows, slow)), await payloads(engine, slow)) == (3, [])
+    # Its frames are left to the sweep of streams, which skips it after a while.
+    assert [(trim.done, trim.is_full) for trim in [await retention.trim_batch()]] == [(0, False)]
+    sweeps = 1
+    while (await streams.sweep_batch()).is_full:
+        sweeps += 1
+    assert sweeps <= 12
+    assert streams.quarantine.skipped() == [UUID(uuid_of(slow.execution_id))]
+    assert retention.quarantine.skipped() == []
+    assert (await retention.trim_batch()).is_full is False
+    await connection.execute("drop trigger before_delete on stream_frame")
+    streams.quarantine._failures.clear()
+    await sweeps_of(engine, "retention_trimmer", "stream_expiry").catch_up()
+    assert await rows.of("execution") == await rows.of("stream_frame") == []

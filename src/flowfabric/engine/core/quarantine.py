@@ -8,8 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from uuid import UUID
 
+from flowfabric.db.faults import StoreFault
 from flowfabric.engine.core.sweep import BatchSize
-from flowfabric.model.errors import EngineError, TransportError, TransportKind
+from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.ids import ExecutionId, split_execution_id
 
 FAILURES_IN_A_ROW = 3
@@ -18,6 +19,7 @@ SKIPPED_INTERVALS = 10
 """How many intervals it is skipped then."""
 MAX_SKIPPED = 10_000
 """How many executions one quarantine remembers; the oldest are forgotten first."""
+NOTHING_TO_DO = "it was found to be due, but there was nothing to do"
 
 logger = logging.getLogger(__name__)
 
@@ -102,42 +104,56 @@ class Quarantine:
         *,
         limit: int,
         size: BatchSize,
-        smallest: int,
+        parts: int = 1,
+        set_aside: ProcessOne | None = None,
     ) -> int:
         """Process one batch as `sweep_by_halves` does, but reduce the size of the next ones if it is not in time.
 
-        `smallest` is the largest limit of the batch: while that allows more than 1, a smaller batch may be in time.
-        Otherwise an item that is not in time is skipped, as one that fails.
+        `parts` is how many parts of one item are processed at most: while the size allows more than one, a smaller
+        batch may be in time. Otherwise an item that is not in time alone is set aside, and skipped if it cannot be.
         """
-        # Outside the try: if the store is too slow for this too, no smaller batch helps.
-        found = (await list_due(self.skipped()))[: size.of(limit)] if size.is_reduced else []
+        found: Sequence[ExecutionId] = []
+        if size.is_reduced:
+            # Outside the try: if the store is too slow for this too, no smaller batch helps.
+            found = (await list_due(self.skipped()))[: size.of(limit)]
+            if not found:
+                size.reset()
+                return 0
         try:
-            if size.is_reduced:
-                done = await self._process_halves(found, process_items) if found else 0
+            if found:
+                done = await self._process_halves(found, process_items)
             else:
                 done = await self.sweep_by_halves(process_due, list_due, process_items, limit=limit)
         except TransportError as fault:
             if not is_statement_timeout(fault):
                 raise
-            if size.of(smallest) == 1 and len(found) == 1:
-                # Finding it again takes a timeout for each size, so it is skipped longer at once.
-                self.failed(found[0], fault, times=FAILURES_IN_A_ROW)
-            else:
+            if len(found) != 1 or size.of(parts) > 1:
                 logger.warning("a batch of up to %d was not in time, the next are smaller: %s", size.of(limit), fault)
                 size.reduce()
+            elif set_aside is None or not await set_aside(found[0]):
+                # Finding it again takes a timeout for each size, so it is skipped longer at once.
+                self.failed(found[0], fault, times=FAILURES_IN_A_ROW)
             return 0
-        size.record_in_time()
+        if done:
+            size.record_in_time()
+        elif len(found) > 1:
+            # Others that are due may be behind those that are left.
+            size.reduce()
         return done
 
     async def _process_halves(self, found: Sequence[ExecutionId], process_items: ProcessItems) -> int:
         try:
-            return await process_items(found)
+            done = await process_items(found)
         except EngineError as fault:
             if is_connection_fault(fault):
                 raise
             if len(found) == 1:
                 self.failed(found[0], fault)
                 return 0
+        else:
+            if not done and len(found) == 1:
+                self.failed(found[0], NOTHING_TO_DO)
+            return done
         middle = len(found) // 2
         halves = found[:middle], found[middle:]
         return sum([await self._process_halves(half, process_items) for half in halves])
@@ -159,7 +175,7 @@ class Quarantine:
         try:
             if await process_one(execution_id):
                 return True
-            problem: object = "it was found to be due, but there was nothing to do"
+            problem: object = NOTHING_TO_DO
         except Exception as fault:
             if is_connection_fault(fault):
                 raise
@@ -174,5 +190,5 @@ def is_connection_fault(fault: Exception) -> bool:
 
 
 def is_statement_timeout(fault: TransportError) -> bool:
-    """Whether a statement took too long and was rolled back, or found no free connection in time."""
-    return fault.kind is TransportKind.TIMEOUT and not fault.outcome_unknown
+    """Whether Postgres canceled a statement that took too long, unlike a wait for a free connection."""
+    return isinstance(fault.__cause__, StoreFault) and fault.__cause__.is_canceled

@@ -40,6 +40,10 @@ class BatchSize:
         self._reduced_bits += REDUCE_BITS
         self._in_time = 0
 
+    def reset(self) -> None:
+        """Make the next batch as large as its limits allow."""
+        self._reduced_bits = self._in_time = 0
+
     def record_in_time(self) -> None:
         """Count a batch that was in time; several in a row make the next batches larger."""
         self._in_time += 1

@@ -34,24 +34,26 @@ class Retention:
     async def trim_batch(self, limit: int = TRIM_LIMIT) -> SweepResult:
         """Delete ended executions past their retention, the oldest first; the result counts them.
 
-        The frames of an execution with more than FRAME_LIMIT or BYTE_LIMIT are deleted by the sweep of streams before.
+        The frames of an execution with more than FRAME_LIMIT or BYTE_LIMIT, and of one that cannot be deleted in time,
+        are deleted by the sweep of streams before.
         """
         size, was_reduced = self._size, self._size.is_reduced
         watermark = self._store.retained_watermark
         since = watermark.since
-        has_more = False
+        trimmed, has_more = 0, False
 
         async def take(*, only: Sequence[str] | None, skipped: Sequence[UUID]) -> Record:
-            nonlocal has_more
+            nonlocal trimmed, has_more
             (row,) = await self._store.fetch(
                 SQL.take_retained,
                 since=since,
                 only=only,
                 skipped=skipped,
                 limit=limit,
-                frames=size.of(FRAME_LIMIT),
-                bytes=size.of(BYTE_LIMIT),
+                frames=FRAME_LIMIT,
+                bytes=BYTE_LIMIT,
             )
+            trimmed += row["trimmed"]
             has_more = row["has_more"]
             return row
 
@@ -60,8 +62,8 @@ class Retention:
             if not skipped and not has_more:
                 # Not raised above skipped items: it would hide them when their pause is over.
                 watermark.move_to(row["reached"])
-            trimmed: int = row["trimmed"]
-            return trimmed
+            changed: int = row["changed"]
+            return changed
 
         async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
             rows = await self._store.fetch(SQL.list_retained, since=since, skipped=skipped, limit=limit)
@@ -69,15 +71,21 @@ class Retention:
 
         async def trim_items(execution_ids: Sequence[ExecutionId]) -> int:
             row = await take(only=[split_execution_id(each)[1] for each in execution_ids], skipped=())
-            trimmed: int = row["trimmed"]
-            return trimmed
+            changed: int = row["changed"]
+            return changed
 
-        trimmed = await self.quarantine.sweep_in_time(
-            batch, list_due, trim_items, limit=limit, size=size, smallest=max(limit, FRAME_LIMIT)
+        async def hide_frames(execution_id: ExecutionId) -> bool:
+            partition, uuid = split_execution_id(execution_id)
+            (row,) = await self._store.fetch(SQL.hide_frames, partition_key=partition, execution_id=uuid)
+            has_hidden: bool = row["has_hidden"]
+            return has_hidden
+
+        changed = await self.quarantine.sweep_in_time(
+            batch, list_due, trim_items, limit=limit, size=size, set_aside=hide_frames
         )
         # Without progress the rest waits for the next pass: its frames are deleted before, or its rows are locked.
         is_full = trimmed >= limit or (has_more and trimmed > 0)
-        return SweepResult(trimmed, is_full=is_full or was_reduced or size.is_reduced)
+        return SweepResult(trimmed, is_full=is_full or size.is_reduced or (was_reduced and changed > 0))
 
     async def purge_keys(self) -> int:
         """Delete expired idempotency keys of submissions, suspends and signals; return how many."""

@@ -1,9 +1,10 @@
 -- name: take_retained
 -- Deletes ended executions past their retention and all their rows, the oldest after :since first: only those in :only
 -- unless that is null, none of :skipped, and as many as have :frames frames with :bytes bytes together. One with more than that is
--- left: its frames are hidden, and its streams are due for the sweep that deletes hidden frames. One with a locked stream is left too.
--- Returns how many were deleted, whether some were left because of their streams (has_more), and otherwise the time up to which none
--- is left except locked and skipped ones.
+-- left: its frames are hidden, and its streams are due for the sweep that deletes hidden frames. One whose frames are hidden already
+-- is left until they are deleted, and one with a locked stream is left too. Returns how many were deleted, how many streams and rows
+-- of retained were changed, whether some were left because of their streams (has_more), and otherwise the time up to which none is left
+-- except locked and skipped ones.
 -- Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
 with clock as materialized (select ff_now() as now),
 -- Whole rows of retained until :limit executions are reached, each locked as it is read; later rows are not locked.
@@ -42,11 +43,12 @@ counted as materialized (
            and sum(c.frames) filter (where c.is_locked and not c.is_long) over (order by c.nth) <= :frames
            and sum(c.bytes) filter (where c.is_locked and not c.is_long) over (order by c.nth) <= :bytes as fits
     from (select m.nth, m.partition_key, m.execution_id, f.is_locked, f.frames, f.bytes,
-                 f.frames > :frames::bigint or f.bytes > :bytes::bigint as is_long
+                 f.frames > :frames::bigint or f.bytes > :bytes::bigint or f.is_hidden as is_long
             from member m
            cross join lateral (
                  select bool_and(l.is_locked is not null) as is_locked, coalesce(sum(o.frames), 0) as frames,
-                        coalesce(sum(o.frames * s.total_bytes / s.frame_count), 0) as bytes
+                        coalesce(sum(o.frames * s.total_bytes / s.frame_count), 0) as bytes,
+                        coalesce(bool_or(o.frames > 0 and s.first_frame_no > s.frame_count), false) as is_hidden
                    from (select s.ctid as tid, s.* from stream s
                           where s.partition_key = m.partition_key and s.execution_id = m.execution_id offset 0) s
                    left join lateral (select true as is_locked from stream l where l.ctid = s.tid for update skip locked) l on true
@@ -62,6 +64,7 @@ hidden as (
     from counted d
    where d.is_hidden and s.first_frame_no <= s.frame_count
      and s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id
+  returning 1
 ),
 -- By ctid: a row that has changed since the statement began is kept, for example one with a tag this snapshot lacks.
 deleted as (
@@ -82,12 +85,14 @@ kept as materialized (
 ),
 spent as (
   delete from retained where ctid = any(array(select tid from batch except select batch_tid from kept))
+  returning 1
 ),
 -- queue_nos is removed: the remaining ids may be in another order than their queues.
 left_over as (
   update retained r set execution_ids = k.execution_ids, queue_nos = null
     from (select batch_tid, array_agg(execution_id) as execution_ids from kept group by batch_tid) k
    where r.ctid = k.batch_tid and cardinality(k.execution_ids) < cardinality(r.execution_ids)
+  returning 1
 ),
 inputs as (
   delete from execution_input i using deleted d
@@ -135,18 +140,41 @@ outcomes as (
                 select k.ctid as tid from idempotency_key k
                  where k.partition_key = d.partition_key and k.operation = 'suspend' and k.scope = d.execution_id offset 0) k
           where exists (select from suspension))))
-select (select count(*) from deleted) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached,
+select (select count(*) from deleted) as trimmed,
+       (select count(*) from hidden) + (select count(*) from spent) + (select count(*) from left_over) as changed,
+       coalesce((select max(retain_until) from batch), (select now from clock)) as reached,
        exists (select from counted where not fits) as has_more;
 
 -- name: list_retained
--- The ended executions past their retention except :skipped, the oldest after :since first.
+-- The ended executions past their retention except :skipped and those whose hidden frames are deleted before, the oldest after
+-- :since first.
 select r.partition_key, m.execution_id
   from (select r.retain_until, r.partition_key, r.execution_ids from retained r
          where r.retain_until > :since and r.retain_until <= (select ff_now()) and not r.execution_ids <@ :skipped::uuid[]
-         order by r.retain_until limit :limit) r
+         order by r.retain_until offset 0) r
  cross join lateral unnest(r.execution_ids) as m(execution_id)
  where m.execution_id <> all(:skipped)
+   and not exists (
+         select from stream s
+          where s.partition_key = r.partition_key and s.execution_id = m.execution_id and s.first_frame_no > s.frame_count
+            and exists (
+                  select from stream_frame f
+                   where f.partition_key = s.partition_key and f.execution_id = s.execution_id
+                     and f.attempt_index = s.attempt_index offset 0)
+         offset 0)
  order by r.retain_until limit :limit;
+
+-- name: hide_frames
+-- Hides the frames of an execution except of locked streams, and makes its streams due for the sweep that deletes hidden frames; returns
+-- whether there were any (has_hidden).
+with hidden as (
+  update stream set first_frame_no = frame_count + 1, sweep_at = least(sweep_at, (select ff_now()))
+   where ctid = any(array(
+         select ctid from stream
+          where partition_key = :partition_key and execution_id = :execution_id and first_frame_no <= frame_count
+            for update skip locked))
+  returning 1)
+select exists (select from hidden) as has_hidden;
 
 -- name: take_expired_keys
 -- Deletes expired idempotency keys; returns how many.

@@ -39,10 +39,10 @@ class StreamExpiry:
     async def sweep_batch(self) -> SweepResult:
         """Delete hidden frames of the streams that are due; the result counts streams that have none left."""
         size, was_reduced = self._size, self._size.is_reduced
-        is_full = False
+        freed, is_full = 0, False
 
         async def take(*, only: Sequence[str] | None, skipped: Sequence[UUID]) -> int:
-            nonlocal is_full
+            nonlocal freed, is_full
             (row,) = await self._store.fetch(
                 SQL.take_hidden_frames,
                 only=only,
@@ -53,8 +53,10 @@ class StreamExpiry:
                 check_ms=check_ms(self._store.rules),
             )
             is_full = is_full or row["has_more"] or row["due"] >= STREAM_LIMIT
-            freed: int = row["freed"]
-            return freed
+            freed += row["freed"]
+            # Of each, frames are deleted or the time of its next sweep is moved.
+            due: int = row["due"]
+            return due
 
         async def sweep_due(skipped: Sequence[UUID]) -> int:
             return await take(only=None, skipped=skipped)
@@ -66,7 +68,7 @@ class StreamExpiry:
         async def sweep_items(execution_ids: Sequence[ExecutionId]) -> int:
             return await take(only=[split_execution_id(each)[1] for each in execution_ids], skipped=())
 
-        freed = await self.quarantine.sweep_in_time(
-            sweep_due, list_due, sweep_items, limit=STREAM_LIMIT, size=size, smallest=max(STREAM_LIMIT, FRAME_LIMIT)
+        swept = await self.quarantine.sweep_in_time(
+            sweep_due, list_due, sweep_items, limit=STREAM_LIMIT, size=size, parts=FRAME_LIMIT
         )
-        return SweepResult(freed, is_full=is_full or was_reduced or size.is_reduced)
+        return SweepResult(freed, is_full=is_full or size.is_reduced or (was_reduced and swept > 0))
