@@ -311,7 +311,12 @@ async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
 
 @pytest.mark.usefixtures("short_limits")
 async def test_a_worker_is_back_at_work_soon_after_its_connections_fell_silent(
-    url: str, submit: Submit, engine: Engine, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    url: str,
+    submit: Submit,
+    engine: Engine,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     # The longest pause before the next claim, its missing answer, and the pause before it is retried.
     answer_seconds = Limits(statement_ms=Settings(database_url=url).statement_timeout_ms).answer_seconds
@@ -332,6 +337,8 @@ async def test_a_worker_is_back_at_work_soon_after_its_connections_fell_silent(
         await eventually(lambda: parts_of(silenced).wakeups.hints.is_listening)
         proxy.silence()
         began = time.monotonic()
+        # A claim in flight takes nothing: its answer would be lost, and its lease would have to expire.
+        await eventually(lambda: "the store is unavailable" in caplog.text)
         ended = await engine.wait_for_ending(await submit(), timeout=60)
         assert ended.outcome is TerminalOutcome.SUCCESS
         assert time.monotonic() - began < SOON
