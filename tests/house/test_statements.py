@@ -214,7 +214,7 @@ KINDS = {
     "lease_locked": {EventKind.ACQUIRED, EventKind.RECLAIMED},
     "renew_leases": {EventKind.RENEWED},
     "complete_leases": {EventKind.RELEASED},
-    "end_leases": {EventKind.RELEASED, EventKind.ENDED, EventKind.EXPIRED},
+    "end_leases": {EventKind.RELEASED, EventKind.ENDED, EventKind.EXPIRED, EventKind.REVOKED},
     "insert_deliveries": {EventKind.SIGNAL},
     "insert_alike_of_instances": {EventKind.TAG_ATTACHED},
     "insert_executions": {EventKind.TAG_ATTACHED},

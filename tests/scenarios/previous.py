@@ -17,7 +17,7 @@ import pytest
 
 from scenarios.processes import environment_for
 
-PREVIOUS = "16d4f5b135840849faf7d8186c3bc3d64cf7ed84"
+PREVIOUS = "603fe76cd6c3059225951fa1e8622c6bffb01254"
 """The newest commit whose schema is older."""
 ROOT = Path(__file__).parents[2]
 _PROCESS = Path(__file__).with_name("previous_process.py")

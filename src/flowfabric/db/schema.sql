@@ -8,11 +8,15 @@ create type attempt_type as enum ('initial', 'retry', 'reclaim', 'replay', 'fall
 
 create type blocking_reason as enum ('none', 'waiting_for_worker', 'waiting_for_retry_backoff', 'waiting_for_resume_delay', 'waiting_for_delay', 'waiting_for_signal', 'waiting_for_approval', 'waiting_for_callback', 'waiting_for_tool_result', 'waiting_for_children', 'waiting_for_budget', 'waiting_for_quota', 'waiting_for_capable_worker', 'waiting_for_locality_match', 'paused_by_operator', 'paused_by_policy', 'paused_by_flow_cancel');
 
+create type dependency_state as enum ('staged', 'unsatisfied', 'satisfied', 'impossible');
+
 create type eligibility_state as enum ('eligible_now', 'not_eligible_until_time', 'blocked_by_dependencies', 'blocked_by_budget', 'blocked_by_quota', 'blocked_by_route', 'blocked_by_lane_state', 'blocked_by_operator', 'not_applicable');
 
 create type event_kind as enum ('ended', 'acquired', 'renewed', 'released', 'expired', 'revoked', 'reclaimed', 'replay_initiated', 'operator_resumed', 'signal', 'operator_action', 'tag_attached', 'tag_cleared');
 
 create type frame_mode as enum ('durable', 'summary', 'best_effort');
+
+create type group_state as enum ('pending', 'satisfied', 'impossible');
 
 create type keyed_operation as enum ('submit', 'suspend', 'signal');
 
@@ -109,12 +113,40 @@ create table attempt (
   constraint attempt_pkey PRIMARY KEY (partition_key, execution_id, attempt_index))
   with (autovacuum_vacuum_scale_factor=0.05);
 
+create table cancel_backlog (
+  partition_key smallint not null,
+  flow_id uuid not null,
+  requested_at bigint not null,
+  requester text not null,
+  reason text not null,
+  cancellation_policy text not null,
+  grace_until bigint not null,
+  status text not null default 'pending'::text,
+  constraint cancel_backlog_pkey PRIMARY KEY (partition_key, flow_id));
+
+create table cancel_backlog_member (
+  partition_key smallint not null,
+  flow_id uuid not null,
+  execution_id uuid not null,
+  constraint cancel_backlog_member_pkey PRIMARY KEY (partition_key, flow_id, execution_id));
+
 create table capability_set (
   capability_set_no integer not null generated always as identity,
   required text[] not null,
   digest bytea not null,
   constraint capability_set_pkey PRIMARY KEY (capability_set_no),
   constraint capability_set_digest UNIQUE (digest));
+
+create table cascade_entry (
+  event_id bigint not null,
+  partition_key smallint not null,
+  flow_id uuid not null,
+  outcome smallint not null,
+  queued_at bigint not null,
+  execution_ids uuid[] not null,
+  after_edge_id uuid,
+  has_left_edges boolean not null default false,
+  constraint cascade_entry_pkey PRIMARY KEY (partition_key, event_id));
 
 create table claim (
   partition_key smallint not null,
@@ -150,6 +182,47 @@ create table configuration (
   quota_partitions integer not null,
   constraint configuration_pkey PRIMARY KEY (only_row),
   constraint configuration_has_one_row CHECK (only_row));
+
+create table edge (
+  partition_key smallint not null,
+  flow_id uuid not null,
+  edge_id uuid not null,
+  upstream_id uuid not null,
+  downstream_id uuid not null,
+  state dependency_state not null,
+  staged_at bigint not null,
+  applied_at bigint,
+  last_resolved_at bigint,
+  dependency_kind text not null,
+  data_passing_ref text,
+  constraint edge_pkey PRIMARY KEY (partition_key, flow_id, edge_id),
+  constraint edge_applied_has_time CHECK ((state <> 'staged'::dependency_state) = (applied_at IS NOT NULL)))
+  with (fillfactor=60);
+
+create table edge_group (
+  partition_key smallint not null,
+  flow_id uuid not null,
+  downstream_id uuid not null,
+  policy text not null default 'all_of'::text,
+  k integer,
+  on_satisfied text,
+  staged_count integer not null default 0,
+  applied_count integer not null default 0,
+  succeeded_count integer not null default 0,
+  failed_count integer not null default 0,
+  skipped_count integer not null default 0,
+  group_state group_state not null default 'pending'::group_state,
+  created_at bigint not null,
+  satisfied_at bigint,
+  last_dependency_update_at bigint,
+  last_flow_graph_revision bigint,
+  cancel_siblings_pending_flag boolean not null default false,
+  cancel_siblings_pending_members uuid[],
+  cancel_siblings_reason text,
+  constraint edge_group_pkey PRIMARY KEY (partition_key, flow_id, downstream_id),
+  constraint edge_group_has_no_more_applied_than_staged CHECK (applied_count <= staged_count),
+  constraint edge_group_has_no_more_results_than_edges CHECK ((succeeded_count + failed_count + skipped_count) <= applied_count))
+  with (fillfactor=50);
 
 create table event (
   event_id bigint not null generated always as identity,
@@ -305,6 +378,55 @@ create table feed_trim (
   unlisted_xid xid8 not null,
   constraint feed_trim_pkey PRIMARY KEY (family, restored_event_id));
 
+create table flow (
+  partition_key smallint not null,
+  flow_id uuid not null,
+  namespace_no integer not null,
+  flow_kind text not null,
+  graph_revision bigint not null default 0,
+  node_count integer not null default 0,
+  edge_count integer not null default 0,
+  public_flow_state text not null default 'open'::text,
+  derived_state text not null default 'open'::text,
+  live_count integer not null default 0,
+  unhappy_count integer not null default 0,
+  project_at bigint,
+  created_at bigint not null,
+  last_mutation_at bigint not null,
+  cancelled_at bigint,
+  cancel_reason text,
+  cancellation_policy text,
+  constraint flow_pkey PRIMARY KEY (partition_key, flow_id))
+  with (fillfactor=50);
+
+create table flow_summary (
+  partition_key smallint not null,
+  flow_id uuid not null,
+  total_members bigint not null,
+  sampled_members bigint not null,
+  members_completed integer not null,
+  members_failed integer not null,
+  members_cancelled integer not null,
+  members_expired integer not null,
+  members_skipped integer not null,
+  members_active integer not null,
+  members_suspended integer not null,
+  members_waiting integer not null,
+  members_delayed integer not null,
+  members_rate_limited integer not null,
+  members_waiting_children integer not null,
+  public_flow_state text not null,
+  last_summary_update_at bigint not null,
+  constraint flow_summary_pkey PRIMARY KEY (partition_key, flow_id))
+  with (fillfactor=50);
+
+create table flow_tag (
+  partition_key smallint not null,
+  flow_id uuid not null,
+  key text not null,
+  value text not null,
+  constraint flow_tag_pkey PRIMARY KEY (partition_key, flow_id, key));
+
 create table idempotency_key (
   partition_key smallint not null,
   operation keyed_operation not null,
@@ -349,6 +471,13 @@ create table namespace (
   namespace text not null,
   constraint namespace_pkey PRIMARY KEY (namespace_no),
   constraint namespace_name UNIQUE (namespace));
+
+create table pending_cancel_group (
+  partition_key smallint not null,
+  flow_id uuid not null,
+  downstream_id uuid not null,
+  enqueued_at bigint not null,
+  constraint pending_cancel_group_pkey PRIMARY KEY (partition_key, flow_id, downstream_id));
 
 create table queue (
   queue_no integer not null generated always as identity,
@@ -581,9 +710,17 @@ create table worker_identity (
 
 create table event_default partition of event DEFAULT;
 
+CREATE INDEX cancel_backlog_due ON cancel_backlog USING btree (grace_until);
+
+CREATE INDEX cascade_entry_age ON cascade_entry USING btree (event_id);
+
 CREATE INDEX claim_due ON claim USING btree (expires_at);
 
 CREATE INDEX claim_grant_due ON claim_grant USING btree (expires_at);
+
+CREATE INDEX edge_in ON edge USING btree (downstream_id);
+
+CREATE INDEX edge_out ON edge USING btree (upstream_id, edge_id);
 
 CREATE INDEX event_feed ON ONLY event USING btree (xid, event_id);
 
@@ -591,13 +728,23 @@ CREATE INDEX event_order ON ONLY event USING btree (event_id);
 
 CREATE INDEX event_rare_order ON ONLY event USING btree (kind, event_id) WHERE kind <> ALL (ARRAY['acquired'::event_kind, 'renewed'::event_kind, 'released'::event_kind, 'ended'::event_kind]);
 
+CREATE INDEX execution_flow ON execution USING btree (flow_id, execution_id) WHERE flow_id IS NOT NULL;
+
 CREATE INDEX execution_list ON execution USING btree (namespace_no, lane_no, created_at);
 
 CREATE INDEX execution_tag_find ON execution_tag USING btree (key, "left"(value, 128));
 
+CREATE INDEX flow_due ON flow USING btree (project_at) WHERE project_at IS NOT NULL;
+
+CREATE INDEX flow_list ON flow USING btree (namespace_no, created_at);
+
+CREATE INDEX flow_tag_find ON flow_tag USING btree (key, "left"(value, 128));
+
 CREATE INDEX idempotency_key_due ON idempotency_key USING btree (expires_at);
 
 CREATE INDEX listed_state ON listed USING btree (public_state, at);
+
+CREATE INDEX pending_cancel_group_age ON pending_cancel_group USING btree (enqueued_at);
 
 CREATE UNIQUE INDEX ready_queue ON ready USING btree (queue_no, place);
 
@@ -668,7 +815,7 @@ UNION ALL
             WHEN e.lifecycle_phase = 'active'::lifecycle_phase THEN 'started'::text
             WHEN e.lifecycle_phase <> 'terminal'::lifecycle_phase THEN 'suspended'::text
             WHEN e.terminal_outcome = 'success'::terminal_outcome THEN 'ended_success'::text
-            WHEN e.terminal_outcome = 'cancelled'::terminal_outcome THEN 'ended_cancelled'::text
+            WHEN e.terminal_outcome = ANY (ARRAY['cancelled'::terminal_outcome, 'skipped'::terminal_outcome]) THEN 'ended_cancelled'::text
             ELSE 'ended_failure'::text
         END::attempt_lifecycle AS attempt_state,
     COALESCE(a.started_at, e.claimed_at) AS started_at,

@@ -41,6 +41,8 @@ _LOSSES: Final = {
     LostReason.DEADLINE_EXPIRED: "its execution deadline has passed",
     LostReason.RECLAIM_LIMIT: "its lease was lost as often as its policy allows",
     LostReason.LEASE_EXPIRED: "its lease has expired",
+    LostReason.LEASE_REVOKED: "its lease was revoked",
+    LostReason.SKIPPED: "its dependencies can no longer be satisfied",
     LostReason.RECLAIMED: "its lease was lost and it was claimed again",
     LostReason.NOT_RENEWED: "its lease has expired: no renewal got through in time",
     LostReason.UNKNOWN: "its lease is lost",

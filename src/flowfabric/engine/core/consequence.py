@@ -52,6 +52,10 @@ _COMPLETION_COLUMNS = ("partition_keys", "execution_ids", "lease_epochs", "lease
 _COMPLETION = completion_parameters()
 
 
+_LOST = frozenset({Move.LEASE_EXPIRED, Move.LEASE_REVOKED})
+"""Moves that take a lease away from its holder; the row tells which."""
+
+
 class Attachment(IntFlag):
     """What can be attached to an execution: bits of execution.attached, set by the statement that attaches it."""
 
@@ -194,14 +198,16 @@ class LeaseEnds:
         lost: list[LostLease] = []
         work: list[Work] = []
         streams: list[ExecutionId] = []
-        has_ended = has_lease_events = False
+        has_ended = has_lease_events = has_ended_members = False
         for end, verdict in zip(ends, verdicts, strict=True):
             if verdict is DONE:
                 has_ended = has_lease_events = True
             elif isinstance(verdict, Verdict):
                 if verdict.is_done:
                     has_lease_events = True
-                    has_ended = has_ended or MOVES[end.move].target.phase is LifecyclePhase.TERMINAL
+                    is_ended = MOVES[end.move].target.phase is LifecyclePhase.TERMINAL
+                    has_ended = has_ended or is_ended
+                    has_ended_members = has_ended_members or (is_ended and verdict.is_member)
                 if verdict.delay_ms is not None:
                     wakeups.timer(verdict.delay_ms)
                 elif verdict.work is not None:
@@ -209,7 +215,7 @@ class LeaseEnds:
                 elif verdict.code == "lease_expired":
                     expired.append(end.execution_id)
             if isinstance(verdict, Verdict) and verdict.is_done:
-                epoch = verdict.lease_epoch if end.move is Move.LEASE_EXPIRED else end.lost_epoch
+                epoch = verdict.lease_epoch if end.move in _LOST else end.lost_epoch
                 if epoch is not None:
                     lost.append(LostLease(end.execution_id, epoch, LostReason(end.move.value)))
                 if verdict.attached & Attachment.STREAM:
@@ -220,6 +226,8 @@ class LeaseEnds:
             wakeups.work(work)
         if has_ended:
             wakeups.ended()
+        if has_ended_members:
+            wakeups.members_ended()
         if has_lease_events:
             wakeups.events(EventFamily.LEASE)
         if streams:
@@ -271,6 +279,8 @@ class LeaseEnds:
         if completed:
             self._store.wakeups.ended()
             self._store.wakeups.events(EventFamily.LEASE)
+            if row["has_members"]:
+                self._store.wakeups.members_ended()
         return completed
 
     async def _end_each(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked | Exception]:
@@ -318,7 +328,21 @@ class LeaseEnds:
         verdicts: list[Verdict | Locked] = [DONE] * len(ends)
         ended = 0
         for row in rows:
-            nth, code, count, delay_until, delay_ms, lane_id, route_no, queue_no, place, lease_epoch, attached, _ = row
+            (
+                nth,
+                code,
+                count,
+                delay_until,
+                delay_ms,
+                lane_id,
+                route_no,
+                queue_no,
+                place,
+                lease_epoch,
+                attached,
+                is_member,
+                _,
+            ) = row
             if nth == 0:
                 ended = count
             elif code is None:
@@ -332,6 +356,7 @@ class LeaseEnds:
                     work=work,
                     lease_epoch=lease_epoch,
                     attached=attached,
+                    is_member=is_member,
                 )
             else:
                 verdicts[nth - 1] = verdict_of(row)

@@ -1,7 +1,7 @@
 -- name: end_leases
 -- Ends leases, and executions without a lease, each item by its own move (engine/core/transition.py). A move may end the
 -- execution, or only park its attempt: the attempt gives up its lease, and a later claim continues it. Returns one row (nth 0)
--- with the number of executions that ended and had no attachment, and one row for each other item. The verdict is decided on the
+-- with the number of executions that ended and had no attachment and no flow, and one row for each other item. The verdict is decided on the
 -- locked row; it is null if the row is absent or locked by another session. With :is_thorough the statement also ends executions
 -- that have attachments, which the caller then handles (otherwise their verdict is 'attached'), and waits for a renewal in progress.
 -- With :waits_briefly this and later statements of the transaction wait at most 50 ms for a row.
@@ -61,14 +61,14 @@ held as materialized (
          case when i.timeout_at is not null then greatest(i.timeout_at, c.now) end as timeout_at,
          coalesce(i.delay_until, c.now + i.delay_ms) as to_delay_until,
          i.to_phase = 'terminal' as ends, i.to_phase = 'suspended' as suspends, i.attempt_lifecycle = 'suspended' as parks,
-         i.to_attempt = 'pending_retry_attempt' as retries, i.to_ownership <> 'unowned' as loses_lease,
+         i.to_attempt = 'pending_retry_attempt' as retries, i.to_ownership <> 'unowned' as loses_lease, i.to_ownership = 'lease_revoked' as is_revoked,
          i.to_phase, i.to_ownership, i.to_eligibility, coalesce(i.given_blocking, i.to_blocking) as to_blocking,
          i.to_outcome, i.to_attempt, i.attempt_lifecycle, i.release_reason, i.completion, e.*, c.now,
          coalesce(e.attempt_id, e.lease_id) as own_attempt_id, greatest(e.lease_expires_at, r.expires_at, t.expires_at) as expires_at,
          t.renewed_at,
          e.attempt_state in ('running_attempt', 'attempt_interrupted') as attempt_lives,
          e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked') as was_ready,
-         i.to_eligibility = 'eligible_now' or i.to_ownership = 'lease_expired_reclaimable' as becomes_ready,
+         i.to_eligibility = 'eligible_now' or i.to_ownership <> 'unowned' as becomes_ready,
          case
            when e.execution_id is null then null
            -- The row changed after the statement began, so the tags that the statement reads may be old.
@@ -109,14 +109,16 @@ held as materialized (
             for share) t on true
 ),
 judged as materialized (
-  select h.*, case when fence_verdict = 'ok' and attached <> 0 and not :is_thorough then 'attached' else fence_verdict end as verdict
+  select h.*, loses_lease or to_eligibility = 'blocked_by_dependencies' or (to_eligibility = 'eligible_now' and parks)
+              or (ends and to_outcome <> 'success') as is_listed,
+         case when fence_verdict = 'ok' and attached <> 0 and not :is_thorough then 'attached' else fence_verdict end as verdict
     from held h
 ),
 moved as (
   update execution e
      set lifecycle_phase = h.to_phase, ownership_state = h.to_ownership, eligibility_state = h.to_eligibility,
          blocking_reason = h.to_blocking, terminal_outcome = h.to_outcome,
-         attempt_state = case when h.ends and h.attempt_count = 0 then e.attempt_state else h.to_attempt end,
+         attempt_state = case when h.ends and h.attempt_count = 0 and h.to_attempt <> 'none' then e.attempt_state else h.to_attempt end,
          -- A suspend raises the epoch, so that a late call under the released lease is refused.
          lease_epoch = e.lease_epoch + h.suspends::int,
          -- Copied from the claim, which is deleted once its leases are marked as expired.
@@ -146,9 +148,12 @@ moved as (
            then greatest(h.attempt_timeout_at - case h.move when 'not_started' then h.claimed_at else h.now end, 1) end,
          suspension_timeout_at = case when h.suspends then h.timeout_at end,
          suspension_id = case when h.suspends then h.suspension_id else e.suspension_id end,
-         lease_expired_at = case when h.loses_lease then h.now end, lease_revoked_at = null, lease_revoke_reason = null,
+         lease_expired_at = case when h.loses_lease and not h.is_revoked then h.now end,
+         lease_revoked_at = case when h.is_revoked then h.now end, lease_revoke_reason = case when h.is_revoked then h.reason end,
          blocking_detail = case
+           when h.is_revoked then 'lease revoked: ' || h.reason
            when h.loses_lease then 'lease expired, awaiting reclaim'
+           when h.to_eligibility = 'blocked_by_dependencies' then h.detail
            when h.to_eligibility = 'eligible_now' then null
            when h.retries then
              'retry backoff until ' || h.to_delay_until || ' (attempt ' || (h.attempt_count - 1) || ' failed: ' || h.reason || ')'
@@ -244,17 +249,18 @@ written_listings as (
   select partition_key, execution_id,
          case
            when loses_lease then 'active'
+           when to_eligibility = 'blocked_by_dependencies' then 'waiting_children'
            when to_eligibility = 'eligible_now' then 'resumable'
            else to_outcome::text end::public_state,
          case when loses_lease then expires_at else now end
     from judged
-   where verdict = 'ok' and (loses_lease or (to_eligibility = 'eligible_now' and parks) or (ends and to_outcome <> 'success'))
+   where verdict = 'ok' and is_listed
   on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at
 ),
 deleted_listings as (
   delete from listed i using judged h
    where h.verdict = 'ok' and h.was_ready and h.attempt_state = 'attempt_interrupted'
-     and not (h.loses_lease or (h.to_eligibility = 'eligible_now' and h.parks) or (h.ends and h.to_outcome <> 'success'))
+     and not h.is_listed
      and i.partition_key = any(array[h.partition_key]) and i.execution_id = h.execution_id
 ),
 inserted_retained as (
@@ -269,24 +275,33 @@ inserted_events as (
                      attempt_id, outcome, reason, flow_id, instance_tag, tags)
   select now, execution_id, partition_key,
          (case
+           when is_revoked then 'revoked'
            when loses_lease then 'expired'
            when ownership_state = 'leased' or move = 'reclaim_limit' then 'released'
            else 'ended' end)::event_kind,
          namespace_no, nullif(attempt_count, 0) - 1, case when ownership_state <> 'unowned' then worker_no end, lease_epoch, lease_id,
-         nullif(attempt_id, lease_id), completion, case when not loses_lease then release_reason end, flow_id, instance_tag,
+         nullif(attempt_id, lease_id), completion, case when is_revoked then reason when not loses_lease then release_reason end, flow_id, instance_tag,
          case when has_tags then (
            select jsonb_object_agg(t.key, t.value) from execution_tag t
             where t.partition_key = h.partition_key and t.execution_id = h.execution_id) end
     from judged h
    where verdict = 'ok' and (ownership_state = 'leased' or completion is not null)
+  returning event_id, at, partition_key, execution_id, flow_id, outcome
+),
+-- What the cascade settles: the ends of members of flows.
+inserted_entries_of_cascade as (
+  insert into cascade_entry (event_id, partition_key, flow_id, outcome, queued_at, execution_ids)
+  select event_id, partition_key, flow_id, outcome, at, array[execution_id]
+    from inserted_events where flow_id is not null and outcome is not null
 )
 select 0 as nth, 'ok' as verdict, count(*) as ended, null as delay_until, null as delay_ms,
-       null as lane_id, null as route_no, null as queue_no, null as place, null as lease_epoch, null as attached, null as found
-  from judged where verdict = 'ok' and ends and attached = 0
+       null as lane_id, null as route_no, null as queue_no, null as place, null as lease_epoch, null as attached, null as is_member,
+       null as found
+  from judged where verdict = 'ok' and ends and attached = 0 and flow_id is null
 union all
 select nth, verdict, 0, to_delay_until,
        case when to_eligibility = 'not_eligible_until_time' or suspends then coalesce(to_delay_until, timeout_at) - now end,
-       q.lane_id, q.route_no, queue_no, place, lease_epoch, attached,
+       q.lane_id, q.route_no, queue_no, place, lease_epoch, attached, flow_id is not null,
        case when verdict = 'execution_not_active' then jsonb_build_object(
          'terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'attempt_state', attempt_state,
          'lease_epoch', lease_epoch, 'attempt_id', own_attempt_id, 'attempt_count', attempt_count,
@@ -296,7 +311,7 @@ select nth, verdict, 0, to_delay_until,
   left join lateral (
        select l.lane_id, q.route_no from queue q join lane l using (lane_no)
         where q.queue_no = h.queue_no and h.verdict = 'ok' and h.becomes_ready) q on true
- where verdict is distinct from 'ok' or not ends or attached <> 0;
+ where verdict is distinct from 'ok' or not ends or attached <> 0 or flow_id is not null;
 
 -- name: complete_leases
 -- Completes the leases whose fence is current and whose execution has no attachment, and returns their positions; the caller
@@ -358,12 +373,19 @@ inserted_events as (
   insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, outcome, reason,
                      execution_ids, lease_ids, execution_id, lease_id, attempt_id, flow_id, instance_tag, tags)
   select min(now), partition_key, 'released'::event_kind, namespace_no, attempt_index, worker_no, lease_epoch, :completion::smallint,
-         :release_reason, array_agg(execution_id), array_agg(lease_id), null, null, null, null, instance_tag, tags
-    from moved where attempt_id is null and flow_id is null
-   group by partition_key, namespace_no, attempt_index, worker_no, lease_epoch, instance_tag, tags
+         :release_reason, array_agg(execution_id), array_agg(lease_id), null, null, null, flow_id, instance_tag, tags
+    from moved where attempt_id is null
+   group by partition_key, namespace_no, attempt_index, worker_no, lease_epoch, flow_id, instance_tag, tags
   union all
   select now, partition_key, 'released', namespace_no, attempt_index, worker_no, lease_epoch, :completion, :release_reason,
          null, null, execution_id, lease_id, nullif(attempt_id, lease_id), flow_id, instance_tag, tags
-    from moved where attempt_id is not null or flow_id is not null
+    from moved where attempt_id is not null
+  returning event_id, at, partition_key, execution_id, execution_ids, flow_id, outcome
+),
+-- What the cascade settles: the ends of members of flows.
+inserted_entries as (
+  insert into cascade_entry (event_id, partition_key, flow_id, outcome, queued_at, execution_ids)
+  select event_id, partition_key, flow_id, outcome, at, coalesce(execution_ids, array[execution_id])
+    from inserted_events where flow_id is not null
 )
-select array_agg(nth) as completed from moved;
+select array_agg(nth) as completed, bool_or(flow_id is not null) as has_members from moved;

@@ -62,6 +62,8 @@ class Verdict(msgspec.Struct, frozen=True):
     lease_epoch: int | None = None
     attached: int = 0
     """The attachments of the execution when its lease or the execution ended."""
+    is_member: bool = False
+    """Whether the execution belongs to a flow."""
 
     @property
     def is_done(self) -> bool:

@@ -46,6 +46,11 @@ RESUMED = Target(
     blocking=BlockingReason.WAITING_FOR_WORKER,
     attempt=AttemptState.ATTEMPT_INTERRUPTED,
 )
+BLOCKED_BY_DEPENDENCIES: Mapping[str, str] = {
+    "to_eligibility": EligibilityState.BLOCKED_BY_DEPENDENCIES,
+    "to_blocking": BlockingReason.WAITING_FOR_CHILDREN,
+}
+"""The dimensions that change when a runnable execution begins to wait for its dependencies."""
 RESUME_DELAYED = replace(
     RESUMED,
     eligibility=EligibilityState.NOT_ELIGIBLE_UNTIL_TIME,
@@ -67,6 +72,7 @@ class Move(StrEnum):
     DEADLINE_EXPIRED = "deadline_expired"
     RECLAIM_LIMIT = "reclaim_limit"
     DELAYED = "delayed"
+    WAITING_CHILDREN = "waiting_children"
     CHILDREN_DONE = "children_done"
     HANDED_BACK = "handed_back"
     NOT_STARTED = "not_started"
@@ -74,7 +80,10 @@ class Move(StrEnum):
     SUSPENSION_FAILED = "suspension_failed"
     SUSPENSION_CANCELLED = "suspension_cancelled"
     SUSPENSION_EXPIRED = "suspension_expired"
+    SKIPPED = "skipped"
+    SKIPPED_UNATTEMPTED = "skipped_unattempted"
     LEASE_EXPIRED = "lease_expired"
+    LEASE_REVOKED = "lease_revoked"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +125,8 @@ def _parked(eligibility: EligibilityState, blocking: BlockingReason, reason: Rel
     return Transition(target=target, attempt=AttemptLifecycle.SUSPENDED, reason=reason)
 
 
+_SKIPPED = _ended(TerminalOutcome.SKIPPED, AttemptLifecycle.ENDED_CANCELLED, ReleaseReason.DEPENDENCY_IMPOSSIBLE)
+
 MOVES: Mapping[Move, Transition] = {
     Move.COMPLETED: _ended(TerminalOutcome.SUCCESS, AttemptLifecycle.ENDED_SUCCESS, ReleaseReason.COMPLETED),
     Move.FAILED: _ended(TerminalOutcome.FAILED, _FAILURE, ReleaseReason.FAILED_TERMINAL),
@@ -133,6 +144,9 @@ MOVES: Mapping[Move, Transition] = {
     ),
     Move.DELAYED: _parked(
         EligibilityState.NOT_ELIGIBLE_UNTIL_TIME, BlockingReason.WAITING_FOR_DELAY, ReleaseReason.WORKER_DELAY
+    ),
+    Move.WAITING_CHILDREN: _parked(
+        EligibilityState.BLOCKED_BY_DEPENDENCIES, BlockingReason.WAITING_FOR_CHILDREN, ReleaseReason.WAITING_CHILDREN
     ),
     Move.CHILDREN_DONE: _parked(
         EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.WAITING_CHILDREN
@@ -158,7 +172,15 @@ MOVES: Mapping[Move, Transition] = {
         TerminalOutcome.CANCELLED, AttemptLifecycle.ENDED_CANCELLED, CloseReason.TIMED_OUT_CANCEL
     ),
     Move.SUSPENSION_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, CloseReason.TIMED_OUT_EXPIRE),
+    Move.SKIPPED: _SKIPPED,
+    # For an execution without an attempt in progress.
+    Move.SKIPPED_UNATTEMPTED: replace(_SKIPPED, target=replace(_SKIPPED.target, attempt=AttemptState.NONE)),
     Move.LEASE_EXPIRED: Transition(target=LEASE_EXPIRED, attempt=AttemptLifecycle.STARTED, reason=None),
+    Move.LEASE_REVOKED: Transition(
+        target=replace(LEASE_EXPIRED, ownership=OwnershipState.LEASE_REVOKED),
+        attempt=AttemptLifecycle.STARTED,
+        reason=None,
+    ),
 }
 
 
@@ -188,6 +210,23 @@ PROMOTED: Mapping[str, str] = {
     "to_blocking": BlockingReason.WAITING_FOR_WORKER,
 }
 """The dimensions that a promotion changes."""
+
+REPLAYED = Target(
+    phase=LifecyclePhase.RUNNABLE,
+    eligibility=EligibilityState.ELIGIBLE_NOW,
+    blocking=BlockingReason.WAITING_FOR_WORKER,
+    attempt=AttemptState.PENDING_REPLAY_ATTEMPT,
+)
+REPLAYED_BLOCKED = replace(
+    REPLAYED, eligibility=EligibilityState.BLOCKED_BY_DEPENDENCIES, blocking=BlockingReason.WAITING_FOR_CHILDREN
+)
+"""An ended execution that runs again, at once or once its dependencies are satisfied."""
+
+HELD_FOR_CANCEL: Mapping[str, str] = {
+    "to_eligibility": EligibilityState.BLOCKED_BY_OPERATOR,
+    "to_blocking": BlockingReason.PAUSED_BY_FLOW_CANCEL,
+}
+"""The dimensions that change when a cancelled flow holds a member back from claims."""
 
 ESCALATED: Mapping[str, str] = {"to_blocking": BlockingReason.PAUSED_BY_OPERATOR}
 """The dimension that the escalation of a suspension changes."""

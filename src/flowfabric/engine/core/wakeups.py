@@ -35,6 +35,8 @@ class LostReason(StrEnum):
     DEADLINE_EXPIRED = "deadline_expired"
     RECLAIM_LIMIT = "reclaim_limit"
     LEASE_EXPIRED = "lease_expired"
+    LEASE_REVOKED = "lease_revoked"
+    SKIPPED = "skipped"
     RECLAIMED = "reclaimed"
     NOT_RENEWED = "not_renewed"
     ATTEMPT_TIMEOUT = "attempt_timeout"
@@ -63,6 +65,8 @@ class Work(NamedTuple):
     place: int
 
 
+OnMembersEnded = Callable[[], None]
+"""Called when members of flows have ended, so that the cascade settles their edges."""
 OnLost = Callable[[Sequence[LostLease] | None], None]
 """Called with the leases that were lost, or with None if any lease may have been."""
 
@@ -114,6 +118,7 @@ class Wakeups:
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._wakes: dict[str, int] = {}
         self._on_lost: list[OnLost] = []
+        self.on_members_ended: OnMembersEnded | None = None
         self.streams = Watchers()
         """Waiters for frames, by the words of executions in hints."""
         self.streams_missed = asyncio.Event()
@@ -156,6 +161,14 @@ class Wakeups:
         self.ended_event.set()
         self.feeds.wake(EventFamily.COMPLETION)
         self.hints.send(_ENDED)
+
+    def members_ended(self) -> None:
+        """Start the cascade in this process: members of flows have ended. In others a sweep finds what is left over."""
+        if self._first is not None:
+            with suppress(RuntimeError):
+                self._first._loop.call_soon_threadsafe(self._first.members_ended)
+        elif self.on_members_ended is not None:
+            self.on_members_ended()
 
     def stream(self, execution_ids: Iterable[ExecutionId]) -> None:
         """Wake the readers of streams that have grown or closed."""

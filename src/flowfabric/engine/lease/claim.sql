@@ -248,15 +248,15 @@ inserted_events as (
   insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, execution_ids, lease_ids,
                      execution_id, lease_id, attempt_id, reason, flow_id, instance_tag, tags)
   select (select now from clock), partition_key, 'acquired'::event_kind, namespace_no, attempt_count - 1, :worker_no, lease_epoch,
-         array_agg(execution_id), array_agg(lease_id), null, null, null, null, null, instance_tag, tags
-    from leased where branch = 'fresh' and reason is null and attempt_id is null and flow_id is null
-   group by partition_key, namespace_no, attempt_count, lease_epoch, instance_tag, tags
+         array_agg(execution_id), array_agg(lease_id), null, null, null, null, flow_id, instance_tag, tags
+    from leased where branch = 'fresh' and reason is null and attempt_id is null
+   group by partition_key, namespace_no, attempt_count, lease_epoch, flow_id, instance_tag, tags
   union all
   select (select now from clock), partition_key, (case branch when 'reclaimed' then 'reclaimed' else 'acquired' end)::event_kind,
          namespace_no, attempt_count - 1, :worker_no, lease_epoch, null, null, execution_id, lease_id,
          nullif(attempt_id, lease_id), reason, flow_id, instance_tag, tags
     from leased
-   where branch <> 'fresh' or reason is not null or attempt_id is not null or flow_id is not null
+   where branch <> 'fresh' or reason is not null or attempt_id is not null
 )
 
 -- fragment: answer

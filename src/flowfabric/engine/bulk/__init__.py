@@ -1,0 +1,1 @@
+"""Operations on all executions that match a filter."""

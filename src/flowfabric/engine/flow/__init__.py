@@ -1,0 +1,1 @@
+"""Flows: graphs of executions, the cascade along their edges, and their cancellation."""

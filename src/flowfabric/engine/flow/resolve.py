@@ -1,0 +1,1 @@
+"""Resolution of edges: what the end of an upstream execution means for the groups and children behind it."""

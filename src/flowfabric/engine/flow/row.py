@@ -1,0 +1,75 @@
+"""Lock a flow's row: everything that changes a graph or resolves its edges locks it first, before any execution."""
+
+from typing import cast
+from uuid import UUID
+
+import msgspec
+
+from flowfabric.db.database import Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import error
+from flowfabric.model.flow import CLOSED_FLOW_STATES
+from flowfabric.model.ids import ExecutionId, FlowId, flow_partition, format_execution_id, parse_uuid
+
+SQL = statements_beside(__file__)
+
+
+class LockedFlow(msgspec.Struct, frozen=True, kw_only=True):
+    """A flow whose row the transaction has locked."""
+
+    partition_key: int
+    flow_id: UUID
+    namespace_no: int
+    public_flow_state: str
+    derived_state: str
+    graph_revision: int
+    node_count: int
+    edge_count: int
+    live_count: int
+    cancel_reason: str | None
+    cancellation_policy: str | None
+    now: int
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the graph can no longer change."""
+        return self.public_flow_state in CLOSED_FLOW_STATES
+
+    def member(self, uuid: UUID | str) -> ExecutionId:
+        """The id of an execution of this flow's partition."""
+        return format_execution_id(self.partition_key, uuid)
+
+
+def check_flow_id(store: Store, flow_id: object) -> tuple[int, FlowId]:
+    """Return the partition and the id of a flow given as a UUID or as text."""
+    parsed = FlowId(parse_uuid(flow_id, "flow_id"))
+    return flow_partition(parsed, store.rules.partitions.flow), parsed
+
+
+async def lock_flow_if_exists(transaction: Transaction, partition_key: int, flow_id: FlowId) -> LockedFlow | None:
+    """Lock a flow's row until the transaction ends, waiting for it; return None if there is none."""
+    rows = await transaction.fetch(SQL.lock_flow, partition_key=partition_key, flow_id=flow_id)
+    return LockedFlow(**rows[0]) if rows else None
+
+
+async def lock_flow(transaction: Transaction, partition_key: int, flow_id: FlowId) -> LockedFlow:
+    """Lock a flow's row until the transaction ends, waiting for it."""
+    locked = await lock_flow_if_exists(transaction, partition_key, flow_id)
+    if locked is None:
+        raise error("flow_not_found", str(flow_id))
+    return locked
+
+
+async def lock_open_flow(transaction: Transaction, partition_key: int, flow_id: FlowId) -> LockedFlow:
+    """Lock the row of a flow whose graph may change; raise if the flow was cancelled."""
+    locked = await lock_flow(transaction, partition_key, flow_id)
+    if locked.is_closed:
+        raise error("flow_already_terminal", f"flow {flow_id} is {locked.public_flow_state}")
+    return locked
+
+
+async def read_flow_of(transaction: Transaction, partition_key: int, execution_id: UUID | str) -> FlowId | None:
+    """The flow of an execution, which never changes once it is set; None outside of flows."""
+    rows = await transaction.fetch(SQL.read_flow_of, partition_key=partition_key, execution_id=execution_id)
+    return cast("FlowId", rows[0]["flow_id"]) if rows and rows[0]["flow_id"] is not None else None

@@ -1,0 +1,39 @@
+"""The derived state of flows: kept current with the number of members that have not ended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from flowfabric.db.database import Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.model.flow import FlowState
+
+SQL = statements_beside(__file__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberChange:
+    """How many members of a flow more are live, and how many more have ended failed, cancelled or expired."""
+
+    partition_key: int
+    flow_id: UUID
+    live: int
+    unhappy: int = 0
+    now_live: FlowState = FlowState.OPEN
+    """The state of the flow if every member had ended before."""
+
+
+async def change_members(transaction: Transaction, changes: Sequence[MemberChange]) -> bool:
+    """Count members of flows that the transaction has locked; return whether a flow has ended or lives again.
+
+    Each flow is given once. Then the caller wakes the operator feed after the commit.
+    """
+    rows = await transaction.fetch(
+        SQL.set_member_counts,
+        partition_keys=[change.partition_key for change in changes],
+        flow_ids=[change.flow_id for change in changes],
+        live=[change.live for change in changes],
+        unhappy=[change.unhappy for change in changes],
+        now_live=[change.now_live.value for change in changes],
+    )
+    return bool(rows[0]["has_changed"])

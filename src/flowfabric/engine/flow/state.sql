@@ -1,0 +1,33 @@
+-- name: set_member_counts
+-- Adds to the counts of flows that the transaction has locked. A flow without live members has ended: failed if a member failed, was
+-- cancelled or expired, else completed. Entering and leaving these states writes an event; returns whether one was written.
+with clock as materialized (select ff_now() as now),
+counted as materialized (
+  select f.partition_key, f.flow_id, f.namespace_no, f.derived_state, c.now, f.live_count + i.live as live_count,
+         f.unhappy_count + i.unhappy as unhappy_count,
+         case
+           when f.live_count + i.live > 0 then case when f.derived_state in ('completed', 'failed') then i.now_live else f.derived_state end
+           when f.unhappy_count + i.unhappy > 0 then 'failed'
+           else 'completed' end as to_state
+    from unnest(:partition_keys::smallint[], :flow_ids::uuid[], :live::int[], :unhappy::int[], :now_live::text[])
+         as i(partition_key, flow_id, live, unhappy, now_live)
+   cross join clock c
+   cross join lateral (
+         select f.* from flow f where f.partition_key = i.partition_key and f.flow_id = i.flow_id limit 1) f
+),
+updated as (
+  update flow f
+     set live_count = n.live_count, unhappy_count = n.unhappy_count, derived_state = n.to_state,
+         project_at = coalesce(f.project_at, n.now)
+    from counted n
+   where f.partition_key = any(array[n.partition_key]) and f.flow_id = n.flow_id
+  returning n.partition_key, n.flow_id, n.namespace_no, n.derived_state, n.to_state, n.now
+),
+inserted_events as (
+  insert into event (at, execution_id, partition_key, kind, namespace_no, reason, details)
+  select now, flow_id, partition_key, 'operator_action', namespace_no, 'flow_state_changed',
+         jsonb_build_object('flow_id', flow_id, 'from', derived_state, 'to', to_state)
+    from updated where derived_state <> to_state and (to_state in ('completed', 'failed') or derived_state in ('completed', 'failed'))
+  returning 1
+)
+select exists (select from inserted_events) as has_changed;

@@ -1,0 +1,257 @@
+"""Edges between executions of a flow: their groups and policies, and the answers of operations on them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from flowfabric.model.errors import error
+from flowfabric.model.ids import EdgeId, ExecutionId, FlowId
+from flowfabric.model.states import PublicState
+from flowfabric.model.text import shown
+
+MAX_QUORUM = 2**31 - 1
+SUCCESS_ONLY = "success_only"
+"""The only dependency kind in use."""
+
+
+class EdgeState(StrEnum):
+    """Whether an edge is only staged, or applied to its downstream execution."""
+
+    PENDING = "pending"
+    APPLIED = "applied"
+
+
+class DependencyState(StrEnum):
+    """What an edge means for its downstream execution; STAGED until it is applied."""
+
+    STAGED = "staged"
+    UNSATISFIED = "unsatisfied"
+    SATISFIED = "satisfied"
+    IMPOSSIBLE = "impossible"
+
+
+class GroupState(StrEnum):
+    """Whether the inbound edges of an execution have decided whether it runs."""
+
+    PENDING = "pending"
+    SATISFIED = "satisfied"
+    IMPOSSIBLE = "impossible"
+
+
+class OnSatisfied(StrEnum):
+    """What happens to the other upstream executions when a group is decided."""
+
+    CANCEL_REMAINING = "cancel_remaining"
+    LET_RUN = "let_run"
+
+
+class AllOf(msgspec.Struct, frozen=True, tag_field="kind", tag="all_of"):
+    """Satisfied when every upstream execution has succeeded."""
+
+
+class AnyOf(msgspec.Struct, frozen=True, tag_field="kind", tag="any_of"):
+    """Satisfied by the first upstream execution that succeeds."""
+
+    on_satisfied: OnSatisfied
+
+
+class Quorum(msgspec.Struct, frozen=True, tag_field="kind", tag="quorum"):
+    """Satisfied when k upstream executions have succeeded."""
+
+    k: int
+    on_satisfied: OnSatisfied
+
+
+EdgePolicy: TypeAlias = AllOf | AnyOf | Quorum
+"""When the inbound edges of an execution are satisfied."""
+
+
+def parse_edge_policy(value: object, field: str = "policy") -> EdgePolicy:
+    """Return an edge policy given as one, or as its JSON object."""
+    policy = value
+    if isinstance(value, Mapping):
+        try:
+            policy = msgspec.convert(dict(value), AllOf | AnyOf | Quorum, strict=True)
+        except msgspec.ValidationError as invalid:
+            raise error("invalid_input", f"{field}: {invalid}") from None
+    if not isinstance(policy, AllOf | AnyOf | Quorum):
+        raise error("invalid_input", f"{field}: expected AllOf, AnyOf or Quorum, got {shown(value)}")
+    if isinstance(policy, AnyOf | Quorum) and policy.on_satisfied not in set(OnSatisfied):
+        words = " or ".join(OnSatisfied)
+        raise error("invalid_input", f"{field}: on_satisfied must be {words}, got {shown(policy.on_satisfied)}")
+    if isinstance(policy, Quorum):
+        if type(policy.k) is not int or policy.k > MAX_QUORUM:
+            raise error("invalid_input", f"{field}: quorum k must be an integer up to {MAX_QUORUM}, got {policy.k!r}")
+        if policy.k < 1:
+            raise error("invalid_input", f"{field}: quorum k must be >= 1, got {policy.k}")
+    return policy
+
+
+def edge_policy_columns(policy: EdgePolicy) -> tuple[str, int | None, OnSatisfied | None]:
+    """Return the kind, k and on_satisfied of a policy, as they are stored."""
+    match policy:
+        case AllOf():
+            return "all_of", None, None
+        case AnyOf(on_satisfied=on_satisfied):
+            return "any_of", None, OnSatisfied(on_satisfied)
+        case Quorum(k=k, on_satisfied=on_satisfied):
+            return "quorum", k, OnSatisfied(on_satisfied)
+
+
+def edge_policy_of(kind: str, k: int | None, on_satisfied: str | None) -> EdgePolicy:
+    """Return the policy that stored columns describe; a missing on_satisfied is read as CANCEL_REMAINING."""
+    effect = OnSatisfied(on_satisfied or OnSatisfied.CANCEL_REMAINING)
+    match kind:
+        case "all_of":
+            return AllOf()
+        case "any_of":
+            return AnyOf(effect)
+        case "quorum" if k is not None:
+            return Quorum(k, effect)
+        case _:
+            raise error("corruption", f"edge group: the policy {shown(kind)} with k {k!r} cannot be read")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staged:
+    """The edge is part of the graph; it blocks its downstream execution once it is applied."""
+
+    edge_id: EdgeId
+    new_graph_revision: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DependencyApplied:
+    """The downstream execution depends on the edge."""
+
+    unsatisfied_count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlreadyApplied:
+    """The edge was applied before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySet:
+    """The policy of the group is stored."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlreadySet:
+    """The group had this policy before."""
+
+
+class Resolution(StrEnum):
+    """What the resolution of one edge did."""
+
+    ALREADY_RESOLVED = "already_resolved"
+    SATISFIED = "satisfied"
+    IMPOSSIBLE = "impossible"
+    PENDING = "pending"
+    ALREADY_FIRED = "already_fired"
+
+
+class ResolutionMarker(StrEnum):
+    """What else the resolution of one edge did."""
+
+    NONE = ""
+    DATA_INJECTED = "data_injected"
+    CHILD_SKIPPED = "child_skipped"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DependencyResolved:
+    """The result of `resolve_dependency`."""
+
+    resolution: Resolution
+    marker: ResolutionMarker = ResolutionMarker.NONE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CascadeResult:
+    """How many edges one call of `cascade_completion` resolved."""
+
+    resolved: int
+    cascaded_children: int = 0
+    synchronous: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DependenciesPromoted:
+    """The execution no longer waits for its dependencies."""
+
+    execution_id: ExecutionId
+    public_state: PublicState
+
+
+class FlowEligibility(StrEnum):
+    """Whether the dependencies of an execution allow it to run."""
+
+    NOT_FOUND = "not_found"
+    NOT_RUNNABLE = "not_runnable"
+    OWNED = "owned"
+    TERMINAL = "terminal"
+    ELIGIBLE = "eligible"
+    IMPOSSIBLE = "impossible"
+    BLOCKED_BY_DEPENDENCIES = "blocked_by_dependencies"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EligibilityStatus:
+    """The result of `evaluate_flow_eligibility`."""
+
+    status: FlowEligibility
+
+
+class SiblingDrain(StrEnum):
+    """What a pass of the sibling dispatcher did with one group."""
+
+    DRAINED = "drained"
+    ALREADY_DRAINED = "already_drained"
+    DRAINED_SANS_GROUP = "drained_sans_group"
+
+
+class SiblingReconcile(StrEnum):
+    """What a pass of the sibling reconciler did with one group."""
+
+    SREMMED_STALE = "sremmed_stale"
+    COMPLETED_DRAIN = "completed_drain"
+    NO_OP = "no_op"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EdgeSnapshot:
+    """An edge as stored."""
+
+    edge_id: EdgeId
+    flow_id: FlowId
+    upstream_execution_id: ExecutionId
+    downstream_execution_id: ExecutionId
+    dependency_kind: str
+    satisfaction_condition: str
+    data_passing_ref: str | None
+    edge_state: EdgeState
+    dependency_state: DependencyState
+    created_at: int
+    created_by: str
+    staged_at: int
+    applied_at: int | None
+    last_resolved_at: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EdgeGroupSnapshot:
+    """The inbound edges of one execution, and what they have decided."""
+
+    downstream_execution_id: ExecutionId
+    policy: EdgePolicy
+    total_deps: int
+    satisfied_count: int
+    failed_count: int
+    skipped_count: int
+    running_count: int
+    group_state: GroupState

@@ -1,0 +1,254 @@
+"""Flows: graphs of executions, and the answers of their operations."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from flowfabric.model.edge import SUCCESS_ONLY, EdgeGroupSnapshot
+from flowfabric.model.ids import EdgeId, ExecutionId, FlowId, Namespace
+from flowfabric.model.policy import ExecutionPolicy
+
+MAX_NODES, MAX_EDGES = 50_000, 250_000
+"""How many nodes and edges `submit_flow` takes in one call."""
+
+
+class FlowState(StrEnum):
+    """The state of a flow: OPEN or CANCELLED for mutations; the others are derived from the states of its members."""
+
+    OPEN = "open"
+    RUNNING = "running"
+    BLOCKED = "blocked"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+ENDED_FLOW_STATES = frozenset({FlowState.COMPLETED, FlowState.FAILED})
+"""Derived states in which every member has ended."""
+CLOSED_FLOW_STATES = frozenset({FlowState.CANCELLED, *ENDED_FLOW_STATES})
+"""Authoritative states in which the graph of a flow cannot change any more."""
+
+
+class FlowStatus(StrEnum):
+    """How lists show a flow."""
+
+    ACTIVE = "active"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+
+
+class CancellationPolicy(StrEnum):
+    """Which members the cancellation of a flow cancels."""
+
+    FLOW_ONLY = "flow_only"
+    CANCEL_ALL = "cancel_all"
+    CANCEL_PENDING = "cancel_pending"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowCreated:
+    """The flow was created."""
+
+    flow_id: FlowId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowAlreadySatisfied:
+    """A flow with this id exists; nothing was compared or changed."""
+
+    flow_id: FlowId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Added:
+    """The execution is now a member of the flow."""
+
+    execution_id: ExecutionId
+    new_node_count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlreadyMember:
+    """The execution was a member before."""
+
+    execution_id: ExecutionId
+    node_count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TagsSet:
+    """The tags of the flow are stored."""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowHeaderCancelled:
+    """The flow is cancelled; its members that the policy covers are still to be cancelled."""
+
+    cancellation_policy: CancellationPolicy
+    member_execution_ids: Sequence[ExecutionId]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowAlreadyTerminal:
+    """The flow was cancelled before; nothing was changed."""
+
+    stored_cancellation_policy: CancellationPolicy | None
+    stored_cancel_reason: str | None
+    member_execution_ids: Sequence[ExecutionId]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowCancelled:
+    """The flow and the members that the policy covers are cancelled."""
+
+    cancellation_policy: CancellationPolicy
+    member_execution_ids: Sequence[ExecutionId]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CancellationScheduled:
+    """The flow is cancelled, and its members are being cancelled in the background."""
+
+    cancellation_policy: CancellationPolicy
+    member_count: int
+    member_execution_ids: Sequence[ExecutionId]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartiallyCancelled:
+    """The flow is cancelled, but some members could not be cancelled yet; a sweep tries them again."""
+
+    cancellation_policy: CancellationPolicy
+    member_execution_ids: Sequence[ExecutionId]
+    failed_member_execution_ids: Sequence[ExecutionId]
+
+
+FlowCancellation: TypeAlias = FlowCancelled | CancellationScheduled | PartiallyCancelled
+
+
+class FlowNode(msgspec.Struct, kw_only=True):
+    """A node of `submit_flow`: an execution to create, under a name that is unique in the call."""
+
+    name: str
+    lane_id: str
+    execution_kind: str
+    input_payload: bytes
+    creator_identity: str
+    priority: int = 0
+    payload_encoding: str | None = None
+    tags: Mapping[str, str] | None = None
+    policy: ExecutionPolicy | Mapping[str, object] | str | bytes | None = None
+    delay_until: int | None = None
+    delay_ms: int | None = None
+    execution_deadline_at: int | None = None
+
+
+class FlowEdge(msgspec.Struct, kw_only=True):
+    """An edge of `submit_flow` between two nodes, by their names."""
+
+    upstream: str
+    downstream: str
+    dependency_kind: str = SUCCESS_ONLY
+    data_passing_ref: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowSubmitted:
+    """The whole flow was created."""
+
+    flow_id: FlowId
+    execution_ids: Mapping[str, ExecutionId]
+    edge_ids: Sequence[EdgeId]
+    graph_revision: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowSnapshot:
+    """A flow as stored."""
+
+    flow_id: FlowId
+    flow_kind: str
+    namespace: Namespace
+    public_flow_state: FlowState
+    derived_state: FlowState
+    graph_revision: int
+    node_count: int
+    edge_count: int
+    created_at: int
+    last_mutation_at: int
+    cancelled_at: int | None
+    cancel_reason: str | None
+    cancellation_policy: CancellationPolicy | None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    edge_groups: Sequence[EdgeGroupSnapshot] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowSummary:
+    """How many members of a flow are in which state, as last projected."""
+
+    flow_id: FlowId
+    total_members: int
+    sampled_members: int
+    members_completed: int
+    members_failed: int
+    members_cancelled: int
+    members_expired: int
+    members_skipped: int
+    members_active: int
+    members_suspended: int
+    members_waiting: int
+    members_delayed: int
+    members_rate_limited: int
+    members_waiting_children: int
+    public_flow_state: FlowState
+    last_summary_update_at: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowEntry:
+    """A flow in a list."""
+
+    flow_id: FlowId
+    flow_kind: str
+    namespace: Namespace
+    created_at: int
+    status: FlowStatus
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowPage:
+    """A page of flows, newest first."""
+
+    flows: Sequence[FlowEntry]
+    next_cursor: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowEnded:
+    """Every member of the flow has ended."""
+
+    flow_id: FlowId
+    status: FlowStatus
+
+
+def status_of_flow(public_flow_state: str, derived_state: str) -> FlowStatus:
+    """Return how lists show a flow with these stored states."""
+    if public_flow_state == FlowState.CANCELLED:
+        return FlowStatus.CANCELLED
+    match derived_state:
+        case FlowState.OPEN | FlowState.RUNNING | FlowState.BLOCKED:
+            return FlowStatus.ACTIVE
+        case FlowState.COMPLETED:
+            return FlowStatus.COMPLETED
+        case FlowState.FAILED:
+            return FlowStatus.FAILED
+        case _:
+            return FlowStatus.UNKNOWN
