@@ -95,6 +95,9 @@ class SettingsFields(TypedDict, total=False):
     execution_deadline_interval_s: int
     suspension_timeout_interval_s: int
     pending_wp_expiry_interval_s: int
+    dependency_reconciler_interval_s: int
+    edge_cancel_dispatcher_interval_s: int
+    edge_cancel_reconciler_interval_s: int
     retention_trimmer_interval_s: int
 
 
@@ -134,6 +137,9 @@ class Settings(BaseSettings):
     execution_deadline_interval_s: Count = 5
     suspension_timeout_interval_s: Count = 2
     pending_wp_expiry_interval_s: Count = 5
+    dependency_reconciler_interval_s: Count = 15
+    edge_cancel_dispatcher_interval_s: Count = 1
+    edge_cancel_reconciler_interval_s: Count = 10
     retention_trimmer_interval_s: Count = 60
 
     def __init__(self, **given: Unpack[SettingsFields]) -> None:

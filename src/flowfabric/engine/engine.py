@@ -14,7 +14,9 @@ from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.blocked import Blocked
 from flowfabric.engine.flow.cascade import Cascade
+from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
@@ -109,6 +111,10 @@ class Engine:
 
     # Flows: the cascade.
     cascade_completion = operation(Cascade.cascade_completion)
+    resolve_dependency = operation(Blocked.resolve_dependency)
+    promote_blocked_to_eligible = operation(Blocked.promote_blocked_to_eligible)
+    drain_sibling_cancel_group = operation(Siblings.drain_sibling_cancel_group)
+    reconcile_sibling_cancel_group = operation(Siblings.reconcile_sibling_cancel_group)
 
     # Streams: frames and summaries.
     append_frame = operation(Streams.append_frame)

@@ -18,8 +18,10 @@ from flowfabric.engine.fleet.identities import Identities
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.blocked import Blocked
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.resolve import Resolver
+from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -106,6 +108,8 @@ class Parts:
 
         resolver = Resolver(store, lease_ends)
         self.cascade = services.add(Cascade(store, resolver))
+        self.blocked = services.add(Blocked(store, resolver, self.cascade))
+        self.siblings = services.add(Siblings(store, CancelMany(store, lease_ends)))
 
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)
@@ -127,7 +131,7 @@ class Parts:
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
         waits = (self.tails, feeds)
-        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals, self.cascade)
+        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals, self.cascade, self.siblings)
         self.shutdown = services.add(Shutdown(claims, results, waits, [service.drain for service in drained]))
 
     @property
