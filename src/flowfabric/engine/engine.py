@@ -14,6 +14,8 @@ from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.backlog import CancelBacklog
+from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
@@ -105,6 +107,11 @@ class Engine:
     observe_signals = operation(Signals.observe_signals)
     resume_execution = operation(Resumes.resume_execution)
     expire_suspension = operation(SuspensionTimeouts.expire_suspension)
+
+    # Flows: cancelling.
+    cancel_flow = operation(FlowCancel.cancel_flow)
+    cancel_flow_header = operation(FlowCancel.cancel_flow_header)
+    ack_cancel_member = operation(CancelBacklog.ack_cancel_member)
 
     # Streams: frames and summaries.
     append_frame = operation(Streams.append_frame)

@@ -9,6 +9,7 @@ from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.event.partitions import EventPartitions
 from flowfabric.engine.execution.cancel import Cancel
+from flowfabric.engine.execution.cancel_many import CancelMany
 from flowfabric.engine.execution.create import Create
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.execution.retention import Retention
@@ -18,6 +19,8 @@ from flowfabric.engine.fleet.identities import Identities
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.backlog import CancelBacklog
+from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -72,6 +75,7 @@ class Parts:
 
         submit = services.add(Submit(Create(store), store, patience_ms=settings.submit_patience_ms))
         services.add(Cancel(store, lease_ends))
+        self.cancel_many = services.add(CancelMany(store, lease_ends))
         services.add(Tags(store))
         results = services.add(Results(store))
 
@@ -100,6 +104,11 @@ class Parts:
         )
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
+
+        self.cancel_backlog = services.add(
+            CancelBacklog(store, self.cancel_many, Quarantine(settings.cancel_reconciler_interval_s))
+        )
+        flow_cancel = services.add(FlowCancel(store, self.cancel_backlog, grace_ms=settings.cancel_grace_ms))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         # Tails and subscriptions that are woken at once leave connections for others.
@@ -121,9 +130,11 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
-        waits = (self.tails, feeds)
+        waits = (self.tails, feeds, flow_cancel)
         drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals)
-        self.shutdown = services.add(Shutdown(claims, results, waits, [service.drain for service in drained]))
+        self.shutdown = services.add(
+            Shutdown(claims, results, flow_cancel, waits, [service.drain for service in drained])
+        )
 
     @property
     def store(self) -> Store:
