@@ -27,6 +27,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from flowfabric.db.address import check_url
 from flowfabric.db.migrate import check_schema_name
 from flowfabric.model.errors import EngineError
+from flowfabric.model.flow import MAX_CANCEL_GRACE_MS
 from flowfabric.model.ids import MAX_PARTITION_COUNT, check_lane_id
 from flowfabric.model.key import check_secret
 from flowfabric.model.text import did_you_mean
@@ -99,6 +100,8 @@ class SettingsFields(TypedDict, total=False):
     edge_cancel_dispatcher_interval_s: int
     edge_cancel_reconciler_interval_s: int
     retention_trimmer_interval_s: int
+    cancel_reconciler_interval_s: int
+    cancel_grace_ms: int
 
 
 class Settings(BaseSettings):
@@ -141,6 +144,8 @@ class Settings(BaseSettings):
     edge_cancel_dispatcher_interval_s: Count = 1
     edge_cancel_reconciler_interval_s: Count = 10
     retention_trimmer_interval_s: Count = 60
+    cancel_reconciler_interval_s: Count = 15
+    cancel_grace_ms: Annotated[int, Field(ge=0, le=MAX_CANCEL_GRACE_MS)] = 30_000
 
     def __init__(self, **given: Unpack[SettingsFields]) -> None:
         """Read settings that are not given from the environment; log a warning for unknown FF_ variables."""

@@ -17,6 +17,8 @@ from flowfabric.engine.fleet.workers import Workers
 from flowfabric.engine.flow.blocked import Blocked
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.siblings import Siblings
+from flowfabric.engine.flow.backlog import CancelBacklog
+from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
@@ -115,6 +117,10 @@ class Engine:
     promote_blocked_to_eligible = operation(Blocked.promote_blocked_to_eligible)
     drain_sibling_cancel_group = operation(Siblings.drain_sibling_cancel_group)
     reconcile_sibling_cancel_group = operation(Siblings.reconcile_sibling_cancel_group)
+    # Flows: cancelling.
+    cancel_flow = operation(FlowCancel.cancel_flow)
+    cancel_flow_header = operation(FlowCancel.cancel_flow_header)
+    ack_cancel_member = operation(CancelBacklog.ack_cancel_member)
 
     # Streams: frames and summaries.
     append_frame = operation(Streams.append_frame)

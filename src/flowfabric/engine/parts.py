@@ -9,6 +9,7 @@ from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.event.partitions import EventPartitions
 from flowfabric.engine.execution.cancel import Cancel
+from flowfabric.engine.execution.cancel_many import CancelMany
 from flowfabric.engine.execution.create import Create
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.execution.retention import Retention
@@ -22,6 +23,8 @@ from flowfabric.engine.flow.blocked import Blocked
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.resolve import Resolver
 from flowfabric.engine.flow.siblings import Siblings
+from flowfabric.engine.flow.backlog import CancelBacklog
+from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -76,6 +79,7 @@ class Parts:
 
         submit = services.add(Submit(Create(store), store, patience_ms=settings.submit_patience_ms))
         services.add(Cancel(store, lease_ends))
+        self.cancel_many = services.add(CancelMany(store, lease_ends))
         services.add(Tags(store))
         results = services.add(Results(store))
 
@@ -104,6 +108,11 @@ class Parts:
         )
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
+
+        self.cancel_backlog = services.add(
+            CancelBacklog(store, self.cancel_many, Quarantine(settings.cancel_reconciler_interval_s))
+        )
+        flow_cancel = services.add(FlowCancel(store, self.cancel_backlog, grace_ms=settings.cancel_grace_ms))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         resolver = Resolver(store, lease_ends)
@@ -133,6 +142,11 @@ class Parts:
         waits = (self.tails, feeds)
         drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals, self.cascade, self.siblings)
         self.shutdown = services.add(Shutdown(claims, results, waits, [service.drain for service in drained]))
+        waits = (self.tails, feeds, flow_cancel)
+        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals)
+        self.shutdown = services.add(
+            Shutdown(claims, results, flow_cancel, waits, [service.drain for service in drained])
+        )
 
     @property
     def store(self) -> Store:

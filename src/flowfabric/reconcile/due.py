@@ -37,6 +37,7 @@ class Due:
     has_due_streams: bool
     has_cascade_entries: bool
     has_pending_groups: bool
+    has_due_cancellations: bool
     next_due_in_ms: int | None
 
 
@@ -88,5 +89,6 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         has_due_streams=row["has_due_streams"],
         has_cascade_entries=row["oldest_entry_at"] is not None,
         has_pending_groups=row["has_pending_groups"],
+        has_due_cancellations=row["has_due_cancellations"],
         next_due_in_ms=row["next_due_in_ms"],
     )

@@ -9,6 +9,7 @@ from flowfabric.engine.event import partitions
 from flowfabric.engine.execution import retention
 from flowfabric.engine.fleet import identities, sessions, workers
 from flowfabric.engine.flow import blocked, cascade, siblings
+from flowfabric.engine.flow import backlog
 from flowfabric.engine.lease import expire
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.stream import expire as streams
@@ -136,6 +137,11 @@ SWEEPS = (
         every=lambda settings: _seconds(settings.edge_cancel_reconciler_interval_s),
         batch=siblings.GROUP_LIMIT,
         is_due=lambda due: due.has_pending_groups,
+        "cancel_reconciler",
+        lambda parts: parts.cancel_backlog.reconcile_due(),
+        every=lambda settings: _seconds(settings.cancel_reconciler_interval_s),
+        batch=backlog.SWEEP_LIMIT,
+        is_due=lambda due: due.has_due_cancellations,
     ),
     Sweep(
         "retention_trimmer",
