@@ -19,6 +19,7 @@ from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.backlog import CancelBacklog
 from flowfabric.engine.flow.cancel import FlowCancel
+from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
@@ -33,6 +34,7 @@ from flowfabric.engine.parts import Parts
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
+from flowfabric.engine.read.flows import Flows
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
 from flowfabric.engine.stream.append import Streams
@@ -121,6 +123,16 @@ class Engine:
     cancel_flow = operation(FlowCancel.cancel_flow)
     cancel_flow_header = operation(FlowCancel.cancel_flow_header)
     ack_cancel_member = operation(CancelBacklog.ack_cancel_member)
+    # Flows: graphs of executions.
+    create_flow = operation(Graph.create_flow)
+    add_execution_to_flow = operation(Graph.add_execution_to_flow)
+    set_edge_group_policy = operation(Graph.set_edge_group_policy)
+    stage_dependency_edge = operation(Graph.stage_dependency_edge)
+    apply_dependency_to_child = operation(Graph.apply_dependency_to_child)
+    describe_flow = operation(Flows.describe_flow)
+    describe_edge = operation(Flows.describe_edge)
+    list_edges = operation(Flows.list_edges)
+    evaluate_flow_eligibility = operation(Flows.evaluate_flow_eligibility)
 
     # Streams: frames and summaries.
     append_frame = operation(Streams.append_frame)

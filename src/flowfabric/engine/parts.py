@@ -25,6 +25,8 @@ from flowfabric.engine.flow.resolve import Resolver
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.backlog import CancelBacklog
 from flowfabric.engine.flow.cancel import FlowCancel
+from flowfabric.engine.flow.graph import Graph
+from flowfabric.engine.flow.resolve import Resolver
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -39,6 +41,7 @@ from flowfabric.engine.operation import Services
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
+from flowfabric.engine.read.flows import Flows
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
 from flowfabric.engine.store import Store
@@ -106,6 +109,8 @@ class Parts:
                 Quarantine(settings.pending_wp_expiry_interval_s),
             )
         )
+        services.add(Graph(store, Resolver(store)))
+
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
 
@@ -137,7 +142,7 @@ class Parts:
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))
         self.identities = services.add(Identities(store))
-        for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
+        for kind in (Lanes, View, Explain, Flows, Listing, Counting, Consistency):
             services.add(kind(store))
         waits = (self.tails, feeds)
         drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals, self.cascade, self.siblings)
