@@ -14,6 +14,7 @@ from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
@@ -58,6 +59,9 @@ class Engine:
     set_execution_tags = operation(Tags.set_execution_tags)
     get_execution_tag = operation(Tags.get_execution_tag)
     wait_for_ending = operation(Results.wait_for_ending)
+
+    # Flows: graphs of executions.
+    submit_flow = operation(SubmitFlow.submit_flow)
 
     # Claims: from the queues, by grant, by id.
     claim = operation(Claim.claim)
