@@ -20,6 +20,7 @@ from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.backlog import CancelBacklog
 from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.flow.graph import Graph
+from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
@@ -65,6 +66,9 @@ class Engine:
     set_execution_tags = operation(Tags.set_execution_tags)
     get_execution_tag = operation(Tags.get_execution_tag)
     wait_for_ending = operation(Results.wait_for_ending)
+
+    # Flows: graphs of executions.
+    submit_flow = operation(SubmitFlow.submit_flow)
 
     # Claims: from the queues, by grant, by id.
     claim = operation(Claim.claim)

@@ -27,6 +27,7 @@ from flowfabric.engine.flow.backlog import CancelBacklog
 from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.flow.resolve import Resolver
+from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -143,6 +144,8 @@ class Parts:
         self.workers = services.add(Workers(store))
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Flows, Listing, Counting, Consistency):
+        services.add(SubmitFlow(store, patience_ms=settings.submit_patience_ms))
+        for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
         waits = (self.tails, feeds)
         drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals, self.cascade, self.siblings)
