@@ -95,6 +95,7 @@ class SettingsFields(TypedDict, total=False):
     execution_deadline_interval_s: int
     suspension_timeout_interval_s: int
     pending_wp_expiry_interval_s: int
+    flow_projector_interval_s: int
     retention_trimmer_interval_s: int
 
 
@@ -134,6 +135,7 @@ class Settings(BaseSettings):
     execution_deadline_interval_s: Count = 5
     suspension_timeout_interval_s: Count = 2
     pending_wp_expiry_interval_s: Count = 5
+    flow_projector_interval_s: Count = 15
     retention_trimmer_interval_s: Count = 60
 
     def __init__(self, **given: Unpack[SettingsFields]) -> None:

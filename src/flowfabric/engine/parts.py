@@ -10,6 +10,7 @@ from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.event.partitions import EventPartitions
 from flowfabric.engine.execution.cancel import Cancel
 from flowfabric.engine.execution.create import Create
+from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.execution.retention import Retention
 from flowfabric.engine.execution.submit import Submit
@@ -18,6 +19,8 @@ from flowfabric.engine.fleet.identities import Identities
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.ending import FlowEndings
+from flowfabric.engine.flow.summary import FlowSummaries
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -27,6 +30,7 @@ from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.lease.grant import Grants, delete_grants
 from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
+from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
 from flowfabric.engine.operation import Services
 from flowfabric.engine.read.consistency import Consistency
@@ -72,6 +76,7 @@ class Parts:
 
         submit = services.add(Submit(Create(store), store, patience_ms=settings.submit_patience_ms))
         services.add(Cancel(store, lease_ends))
+        services.add(Priority(store))
         services.add(Tags(store))
         results = services.add(Results(store))
 
@@ -84,6 +89,7 @@ class Parts:
         grants = services.add(Grants(store, keys, self.catch_up, finish))
         named_claims = services.add(NamedClaims(store, keys))
         services.add(Reclaim(store, grants, named_claims, lease_ends))
+        services.add(Revoke(store, lease_ends))
 
         services.add(Waitpoints(store, keys, self.lease_expiry))
         suspend = services.add(Suspend(store, keys, lease_ends, self.lease_expiry))
@@ -101,6 +107,12 @@ class Parts:
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
+
+        projector_quarantine = Quarantine(settings.flow_projector_interval_s)
+        self.flow_summaries = services.add(
+            FlowSummaries(store, projector_quarantine, interval_ms=settings.flow_projector_interval_s * 1000)
+        )
+        flow_endings = services.add(FlowEndings(store))
 
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)
@@ -121,9 +133,10 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
-        waits = (self.tails, feeds)
-        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals)
-        self.shutdown = services.add(Shutdown(claims, results, waits, [service.drain for service in drained]))
+        waits = (self.tails, feeds, flow_endings)
+        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
+        drains = [flow_endings.close, *(service.drain for service in drained)]
+        self.shutdown = services.add(Shutdown(claims, results, waits, drains))
 
     @property
     def store(self) -> Store:

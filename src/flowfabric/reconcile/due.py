@@ -34,6 +34,7 @@ class Due:
     has_silent_sessions: bool
     has_expired_waitpoints: bool
     has_due_streams: bool
+    has_due_flows: bool
     next_due_in_ms: int | None
 
 
@@ -82,5 +83,6 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         has_silent_sessions=row["has_silent_sessions"],
         has_expired_waitpoints=row["has_expired_waitpoints"],
         has_due_streams=row["has_due_streams"],
+        has_due_flows=row["has_due_flows"],
         next_due_in_ms=row["next_due_in_ms"],
     )

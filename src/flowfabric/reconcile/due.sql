@@ -29,6 +29,7 @@ select (select count(*) from claims) as expired_claims,
        exists (select from waitpoint
                 where activated_at is null and closed_at is null and expires_at <= (select now from clock)) as has_expired_waitpoints,
        exists (select from stream where sweep_at <= (select now from clock)) as has_due_streams,
+       exists (select from flow where project_at <= (select now from clock)) as has_due_flows,
        exists (select from claim_grant
                 where expires_at <= (select now from clock) - :grant_memory_ms::bigint) as has_old_grants,
        exists (select from worker where lapses_at < (select now from clock)) as has_expired_workers,

@@ -8,6 +8,7 @@ from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.event import partitions
 from flowfabric.engine.execution import retention
 from flowfabric.engine.fleet import identities, sessions, workers
+from flowfabric.engine.flow import summary
 from flowfabric.engine.lease import expire
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.stream import expire as streams
@@ -106,6 +107,14 @@ SWEEPS = (
         every=lambda settings: _seconds(settings.pending_wp_expiry_interval_s),
         batch=timeout.WAITPOINT_LIMIT,
         is_due=lambda due: due.has_expired_waitpoints,
+    ),
+    Sweep(
+        "flow_projector",
+        lambda parts: parts.flow_summaries.project_due(),
+        every=lambda settings: _seconds(settings.flow_projector_interval_s),
+        batch=summary.FLOW_LIMIT,
+        is_due=lambda due: due.has_due_flows,
+        is_gentle=True,
     ),
     Sweep(
         "retention_trimmer",
