@@ -42,6 +42,9 @@ MOVES = {
     "promote_delayed",
     "resume_locked",
     "escalate_locked",
+    "settle_entries",
+    "resolve_edges",
+    "promote_blocked",
 }
 """The only statements that write the state of an execution."""
 

@@ -15,6 +15,7 @@ from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.ending import FlowEndings
 from flowfabric.engine.flow.summary import FlowSummaries
 from flowfabric.engine.lease.claim import Claim
@@ -75,11 +76,6 @@ class Engine:
     claim_from_resume_grant = operation(NamedClaims.claim_from_resume_grant)
     issue_grant_and_claim = operation(NamedClaims.issue_grant_and_claim)
 
-    # Flows: summaries, ends.
-    project_flow_summary = operation(FlowSummaries.project_flow_summary)
-    read_flow_summary = operation(FlowSummaries.read_flow_summary)
-    wait_for_flow = operation(FlowEndings.wait_for_flow)
-
     # Leases: renewing, expiring, revoking, reclaiming.
     renew = operation(Renewals.renew)
     renew_many = operation(Renewals.renew_many)
@@ -116,6 +112,14 @@ class Engine:
     observe_signals = operation(Signals.observe_signals)
     resume_execution = operation(Resumes.resume_execution)
     expire_suspension = operation(SuspensionTimeouts.expire_suspension)
+
+    # Flows: the cascade.
+    cascade_completion = operation(Cascade.cascade_completion)
+
+    # Flows: summaries and ends.
+    project_flow_summary = operation(FlowSummaries.project_flow_summary)
+    read_flow_summary = operation(FlowSummaries.read_flow_summary)
+    wait_for_flow = operation(FlowEndings.wait_for_flow)
 
     # Streams: frames and summaries.
     append_frame = operation(Streams.append_frame)

@@ -19,7 +19,9 @@ from flowfabric.engine.fleet.identities import Identities
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.ending import FlowEndings
+from flowfabric.engine.flow.resolve import Resolver
 from flowfabric.engine.flow.summary import FlowSummaries
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
@@ -108,6 +110,9 @@ class Parts:
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
+        resolver = Resolver(store, lease_ends)
+        self.cascade = services.add(Cascade(store, resolver))
+
         projector_quarantine = Quarantine(settings.flow_projector_interval_s)
         self.flow_summaries = services.add(
             FlowSummaries(store, projector_quarantine, interval_ms=settings.flow_projector_interval_s * 1000)
@@ -134,7 +139,7 @@ class Parts:
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
         waits = (self.tails, feeds, flow_endings)
-        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
+        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals, self.cascade)
         drains = [flow_endings.close, *(service.drain for service in drained)]
         self.shutdown = services.add(Shutdown(claims, results, waits, drains))
 
