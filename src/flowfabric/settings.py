@@ -99,6 +99,7 @@ class SettingsFields(TypedDict, total=False):
     dependency_reconciler_interval_s: int
     edge_cancel_dispatcher_interval_s: int
     edge_cancel_reconciler_interval_s: int
+    flow_projector_interval_s: int
     retention_trimmer_interval_s: int
     cancel_reconciler_interval_s: int
     cancel_grace_ms: int
@@ -143,6 +144,7 @@ class Settings(BaseSettings):
     dependency_reconciler_interval_s: Count = 15
     edge_cancel_dispatcher_interval_s: Count = 1
     edge_cancel_reconciler_interval_s: Count = 10
+    flow_projector_interval_s: Count = 15
     retention_trimmer_interval_s: Count = 60
     cancel_reconciler_interval_s: Count = 15
     cancel_grace_ms: Annotated[int, Field(ge=0, le=MAX_CANCEL_GRACE_MS)] = 30_000

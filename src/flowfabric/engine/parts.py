@@ -11,6 +11,7 @@ from flowfabric.engine.event.partitions import EventPartitions
 from flowfabric.engine.execution.cancel import Cancel
 from flowfabric.engine.execution.cancel_many import CancelMany
 from flowfabric.engine.execution.create import Create
+from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.execution.retention import Retention
 from flowfabric.engine.execution.submit import Submit
@@ -21,6 +22,7 @@ from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
 from flowfabric.engine.flow.blocked import Blocked
 from flowfabric.engine.flow.cascade import Cascade
+from flowfabric.engine.flow.ending import FlowEndings
 from flowfabric.engine.flow.resolve import Resolver
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.backlog import CancelBacklog
@@ -28,6 +30,7 @@ from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.flow.resolve import Resolver
 from flowfabric.engine.flow.submit import SubmitFlow
+from flowfabric.engine.flow.summary import FlowSummaries
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -37,6 +40,7 @@ from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.lease.grant import Grants, delete_grants
 from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
+from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
 from flowfabric.engine.operation import Services
 from flowfabric.engine.read.consistency import Consistency
@@ -84,6 +88,7 @@ class Parts:
         submit = services.add(Submit(Create(store), store, patience_ms=settings.submit_patience_ms))
         services.add(Cancel(store, lease_ends))
         self.cancel_many = services.add(CancelMany(store, lease_ends))
+        services.add(Priority(store))
         services.add(Tags(store))
         results = services.add(Results(store))
 
@@ -96,6 +101,7 @@ class Parts:
         grants = services.add(Grants(store, keys, self.catch_up, finish))
         named_claims = services.add(NamedClaims(store, keys))
         services.add(Reclaim(store, grants, named_claims, lease_ends))
+        services.add(Revoke(store, lease_ends))
 
         services.add(Waitpoints(store, keys, self.lease_expiry))
         suspend = services.add(Suspend(store, keys, lease_ends, self.lease_expiry))
@@ -126,6 +132,12 @@ class Parts:
         self.blocked = services.add(Blocked(store, resolver, self.cascade))
         self.siblings = services.add(Siblings(store, CancelMany(store, lease_ends)))
 
+        projector_quarantine = Quarantine(settings.flow_projector_interval_s)
+        self.flow_summaries = services.add(
+            FlowSummaries(store, projector_quarantine, interval_ms=settings.flow_projector_interval_s * 1000)
+        )
+        flow_endings = services.add(FlowEndings(store))
+
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)
         queries = asyncio.Semaphore(half)
@@ -155,6 +167,10 @@ class Parts:
         self.shutdown = services.add(
             Shutdown(claims, results, flow_cancel, waits, [service.drain for service in drained])
         )
+        waits = (self.tails, feeds, flow_endings)
+        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals, self.cascade)
+        drains = [flow_endings.close, *(service.drain for service in drained)]
+        self.shutdown = services.add(Shutdown(claims, results, waits, drains))
 
     @property
     def store(self) -> Store:

@@ -38,6 +38,7 @@ class Due:
     has_cascade_entries: bool
     has_pending_groups: bool
     has_due_cancellations: bool
+    has_due_flows: bool
     next_due_in_ms: int | None
 
 
@@ -90,5 +91,6 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         has_cascade_entries=row["oldest_entry_at"] is not None,
         has_pending_groups=row["has_pending_groups"],
         has_due_cancellations=row["has_due_cancellations"],
+        has_due_flows=row["has_due_flows"],
         next_due_in_ms=row["next_due_in_ms"],
     )

@@ -38,6 +38,7 @@ select (select count(*) from claims) as expired_claims,
        exists (select from stream where sweep_at <= (select now from clock)) as has_due_streams,
        exists (select from pending_cancel_group where enqueued_at <= (select now from clock)) as has_pending_groups,
        exists (select from cancel_backlog where grace_until <= (select now from clock)) as has_due_cancellations,
+       exists (select from flow where project_at <= (select now from clock)) as has_due_flows,
        exists (select from claim_grant
                 where expires_at <= (select now from clock) - :grant_memory_ms::bigint) as has_old_grants,
        exists (select from worker where lapses_at < (select now from clock)) as has_expired_workers,

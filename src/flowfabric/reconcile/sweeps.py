@@ -10,6 +10,7 @@ from flowfabric.engine.execution import retention
 from flowfabric.engine.fleet import identities, sessions, workers
 from flowfabric.engine.flow import blocked, cascade, siblings
 from flowfabric.engine.flow import backlog
+from flowfabric.engine.flow import summary
 from flowfabric.engine.lease import expire
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.stream import expire as streams
@@ -142,6 +143,12 @@ SWEEPS = (
         every=lambda settings: _seconds(settings.cancel_reconciler_interval_s),
         batch=backlog.SWEEP_LIMIT,
         is_due=lambda due: due.has_due_cancellations,
+        "flow_projector",
+        lambda parts: parts.flow_summaries.project_due(),
+        every=lambda settings: _seconds(settings.flow_projector_interval_s),
+        batch=summary.FLOW_LIMIT,
+        is_due=lambda due: due.has_due_flows,
+        is_gentle=True,
     ),
     Sweep(
         "retention_trimmer",
