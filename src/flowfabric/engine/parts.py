@@ -20,15 +20,14 @@ from flowfabric.engine.fleet.identities import Identities
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.backlog import CancelBacklog
 from flowfabric.engine.flow.blocked import Blocked
+from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.ending import FlowEndings
-from flowfabric.engine.flow.resolve import Resolver
-from flowfabric.engine.flow.siblings import Siblings
-from flowfabric.engine.flow.backlog import CancelBacklog
-from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.flow.resolve import Resolver
+from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.flow.summary import FlowSummaries
 from flowfabric.engine.lease.catch_up import CatchUp
@@ -116,25 +115,27 @@ class Parts:
                 Quarantine(settings.pending_wp_expiry_interval_s),
             )
         )
-        services.add(Graph(store, Resolver(store)))
-
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
 
+        self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
+
+        resolver = Resolver(store, lease_ends)
+        services.add(Graph(store, resolver))
+        services.add(SubmitFlow(store, patience_ms=settings.submit_patience_ms))
+        self.cascade = services.add(Cascade(store, resolver))
+        self.blocked = services.add(Blocked(store, resolver, self.cascade))
+        self.siblings = services.add(Siblings(store, self.cancel_many))
         self.cancel_backlog = services.add(
             CancelBacklog(store, self.cancel_many, Quarantine(settings.cancel_reconciler_interval_s))
         )
         flow_cancel = services.add(FlowCancel(store, self.cancel_backlog, grace_ms=settings.cancel_grace_ms))
-        self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
-
-        resolver = Resolver(store, lease_ends)
-        self.cascade = services.add(Cascade(store, resolver))
-        self.blocked = services.add(Blocked(store, resolver, self.cascade))
-        self.siblings = services.add(Siblings(store, CancelMany(store, lease_ends)))
-
-        projector_quarantine = Quarantine(settings.flow_projector_interval_s)
         self.flow_summaries = services.add(
-            FlowSummaries(store, projector_quarantine, interval_ms=settings.flow_projector_interval_s * 1000)
+            FlowSummaries(
+                store,
+                Quarantine(settings.flow_projector_interval_s),
+                interval_ms=settings.flow_projector_interval_s * 1000,
+            )
         )
         flow_endings = services.add(FlowEndings(store))
 
@@ -156,21 +157,12 @@ class Parts:
         self.workers = services.add(Workers(store))
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Flows, Listing, Counting, Consistency):
-        services.add(SubmitFlow(store, patience_ms=settings.submit_patience_ms))
-        for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
-        waits = (self.tails, feeds)
-        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals, self.cascade, self.siblings)
-        self.shutdown = services.add(Shutdown(claims, results, waits, [service.drain for service in drained]))
-        waits = (self.tails, feeds, flow_cancel)
-        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals)
-        self.shutdown = services.add(
-            Shutdown(claims, results, flow_cancel, waits, [service.drain for service in drained])
-        )
-        waits = (self.tails, feeds, flow_endings)
-        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals, self.cascade)
-        drains = [flow_endings.close, *(service.drain for service in drained)]
-        self.shutdown = services.add(Shutdown(claims, results, waits, drains))
+        waits = (self.tails, feeds, flow_cancel, flow_endings)
+        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
+        cascades = (flow_cancel, self.cascade, self.siblings)
+        drains = [flow_endings.close, *(service.drain for service in (*drained, *cascades))]
+        self.shutdown = services.add(Shutdown(claims, results, flow_cancel, waits, drains))
 
     @property
     def store(self) -> Store:

@@ -8,9 +8,7 @@ from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.event import partitions
 from flowfabric.engine.execution import retention
 from flowfabric.engine.fleet import identities, sessions, workers
-from flowfabric.engine.flow import blocked, cascade, siblings
-from flowfabric.engine.flow import backlog
-from flowfabric.engine.flow import summary
+from flowfabric.engine.flow import backlog, blocked, cascade, siblings, summary
 from flowfabric.engine.lease import expire
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.stream import expire as streams
@@ -138,11 +136,15 @@ SWEEPS = (
         every=lambda settings: _seconds(settings.edge_cancel_reconciler_interval_s),
         batch=siblings.GROUP_LIMIT,
         is_due=lambda due: due.has_pending_groups,
+    ),
+    Sweep(
         "cancel_reconciler",
         lambda parts: parts.cancel_backlog.reconcile_due(),
         every=lambda settings: _seconds(settings.cancel_reconciler_interval_s),
         batch=backlog.SWEEP_LIMIT,
         is_due=lambda due: due.has_due_cancellations,
+    ),
+    Sweep(
         "flow_projector",
         lambda parts: parts.flow_summaries.project_due(),
         every=lambda settings: _seconds(settings.flow_projector_interval_s),

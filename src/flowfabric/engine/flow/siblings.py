@@ -1,4 +1,4 @@
-"""Siblings: once a group of any_of or quorum is decided, its other upstream executions are cancelled if its policy says so."""
+"""Siblings: the other upstream executions of a decided group, which are cancelled if its policy says so."""
 
 import asyncio
 import logging
