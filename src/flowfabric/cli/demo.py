@@ -22,7 +22,8 @@ from rich.table import Table
 from flowfabric.cli.errors import one_line_errors
 from flowfabric.db.embedded import Embedded
 from flowfabric.fabric.app import Fabric
-from flowfabric.fabric.run import Run, RunError
+from flowfabric.fabric.errors import RunError
+from flowfabric.fabric.run import Run
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 

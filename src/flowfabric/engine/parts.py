@@ -47,6 +47,8 @@ from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
 from flowfabric.engine.read.flows import Flows
 from flowfabric.engine.read.listing import Listing
+from flowfabric.engine.read.members import Members
+from flowfabric.engine.read.upstreams import Upstreams
 from flowfabric.engine.read.view import View
 from flowfabric.engine.store import Store
 from flowfabric.engine.stream.append import Streams
@@ -156,6 +158,8 @@ class Parts:
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))
         self.identities = services.add(Identities(store))
+        self.upstreams = services.add(Upstreams(store))
+        self.members = services.add(Members(store))
         for kind in (Lanes, View, Explain, Flows, Listing, Counting, Consistency):
             services.add(kind(store))
         waits = (self.tails, feeds, flow_cancel, flow_endings)
