@@ -11,6 +11,7 @@ import pytest
 from flowfabric.db.session import connect, session_settings
 from flowfabric.db.statements import Statement, Statements
 from flowfabric.engine.core.transition import (
+    BLOCKED_BY_DEPENDENCIES,
     CLAIM_PARAMETERS,
     ESCALATED,
     PROMOTED,
@@ -42,6 +43,10 @@ MOVES = {
     "promote_delayed",
     "resume_locked",
     "escalate_locked",
+    "settle_entries",
+    "resolve_edges",
+    "promote_blocked",
+    "block_by_dependencies",
 }
 """The only statements that write the state of an execution."""
 
@@ -189,6 +194,7 @@ def test_a_transition_writes_no_literal_state() -> None:
         ("complete_leases", completion_parameters()),
         ("promote_delayed", PROMOTED),
         ("escalate_locked", ESCALATED),
+        ("block_by_dependencies", BLOCKED_BY_DEPENDENCIES),
     ],
 )
 def test_a_transition_takes_every_target_column_as_a_parameter(name: str, parameters: dict[str, object]) -> None:
