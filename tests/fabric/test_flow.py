@@ -14,8 +14,8 @@ from typing_extensions import TypedDict
 
 from fixtures import Clock, Eventually
 from flowfabric import Context, Fabric, FlowFailed, FlowStatus, RunFailed, RunSkipped, all_of, any_of, quorum
-from flowfabric.errors import TransportError
 from flowfabric.engine.read.upstreams import Upstreams
+from flowfabric.errors import TransportError
 from flowfabric.fabric.flow_run import FlowRun
 from flowfabric.ids import plain_id
 
@@ -349,7 +349,7 @@ async def test_a_result_that_does_not_fit_fails_the_run_and_names_both_tasks(url
     ]
     async with fabric, fabric.worker():
         run = await flow.submit()
-        errors = [await run.run(node).result(timeout=TIMEOUT) for node in []]
+        errors = list[str]()
         for node in nodes:
             with pytest.raises(RunFailed) as failed:
                 await run.run(node).result(timeout=TIMEOUT)

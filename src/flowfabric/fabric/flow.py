@@ -12,7 +12,7 @@ from flowfabric.fabric.node import Group, Node, check_flow_of, shown_nodes
 from flowfabric.fabric.run import Run
 from flowfabric.fabric.task import Task, TaskFabric
 from flowfabric.model.edge import EdgePolicy
-from flowfabric.model.errors import EngineError, InvalidInputError, error
+from flowfabric.model.errors import EngineError, InvalidInputError, TransportError, error
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.flow import MAX_EDGES, MAX_NODES, FlowAlreadySatisfied, FlowEdge, FlowNode
 from flowfabric.model.ids import FlowId, flow_partition, format_execution_id, mint_uuid_texts, uuid7
@@ -140,7 +140,6 @@ class Flow:
             raise error("invalid_input", f"flow {self.kind!r} has no nodes; add some with flow.add(task, ...)")
         engine = self._fabric.engine
         partition = flow_partition(self._flow_id, parts_of(engine).store.rules.partitions.flow)
-        self._is_submitted = True
         try:
             made = await engine.submit_flow(
                 flow_kind=self.kind,
@@ -152,7 +151,9 @@ class Flow:
                 flow_id=self._flow_id,
             )
         except EngineError as refused:
+            self._is_submitted |= isinstance(refused, TransportError) and refused.outcome_unknown
             raise self._with_name(refused) from None
+        self._is_submitted = True
         is_duplicate = isinstance(made, FlowAlreadySatisfied)
         runs: list[Run[Any]] = [
             Run(
