@@ -44,6 +44,9 @@ MOVES = {
     "resume_locked",
     "escalate_locked",
     "block_by_dependencies",
+    "settle_entries",
+    "resolve_edges",
+    "promote_blocked",
 }
 """The only statements that write the state of an execution."""
 

@@ -15,6 +15,7 @@ from flowfabric.engine.execution.tags import Tags
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.workers import Workers
 from flowfabric.engine.flow.graph import Graph
+from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
@@ -118,6 +119,8 @@ class Engine:
     describe_edge = operation(Flows.describe_edge)
     list_edges = operation(Flows.list_edges)
     evaluate_flow_eligibility = operation(Flows.evaluate_flow_eligibility)
+    # Flows: the cascade.
+    cascade_completion = operation(Cascade.cascade_completion)
 
     # Streams: frames and summaries.
     append_frame = operation(Streams.append_frame)

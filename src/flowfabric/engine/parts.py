@@ -19,6 +19,7 @@ from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
 from flowfabric.engine.flow.graph import Graph
+from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.resolve import Resolver
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
@@ -101,11 +102,13 @@ class Parts:
                 Quarantine(settings.pending_wp_expiry_interval_s),
             )
         )
-        services.add(Graph(store, Resolver(store)))
-
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
+
+        resolver = Resolver(store, lease_ends)
+        services.add(Graph(store, resolver))
+        self.cascade = services.add(Cascade(store, resolver))
 
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)
@@ -127,7 +130,7 @@ class Parts:
         for kind in (Lanes, View, Explain, Flows, Listing, Counting, Consistency):
             services.add(kind(store))
         waits = (self.tails, feeds)
-        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals)
+        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals, self.cascade)
         self.shutdown = services.add(Shutdown(claims, results, waits, [service.drain for service in drained]))
 
     @property
