@@ -14,8 +14,8 @@ from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.workers import Workers
-from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.flow.cascade import Cascade
+from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays

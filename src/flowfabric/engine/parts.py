@@ -18,8 +18,8 @@ from flowfabric.engine.fleet.identities import Identities
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
-from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.flow.cascade import Cascade
+from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.flow.resolve import Resolver
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim

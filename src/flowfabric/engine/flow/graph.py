@@ -282,7 +282,8 @@ def _check_partition(
 
 
 def _check_ref(ref: object) -> str | None:
-    return None if ref is None else check_length(ref, "data_passing_ref", MAX_REF_CHARACTERS)
+    """The reference to store: none if it is empty."""
+    return None if ref is None else check_length(ref, "data_passing_ref", MAX_REF_CHARACTERS) or None
 
 
 def _check_child(row: Record, flow: FlowId, downstream: ExecutionId) -> None:

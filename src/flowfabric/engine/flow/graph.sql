@@ -36,7 +36,8 @@ with recursive reachable as (
   select :downstream_id::uuid as execution_id
    where exists (
          select from edge e
-          where e.downstream_id = :upstream_id and e.partition_key = any(array[:partition_key::smallint]) and e.flow_id = any(array[:flow_id::uuid]))
+          where e.downstream_id = :upstream_id and e.partition_key = any(array[:partition_key::smallint])
+            and e.flow_id = any(array[:flow_id::uuid]))
   union
   select e.downstream_id
     from reachable r
@@ -47,7 +48,8 @@ with recursive reachable as (
 ),
 member as materialized (
   select e.execution_id from execution e
-   where e.partition_key = :partition_key and e.execution_id = any(array[:upstream_id::uuid, :downstream_id]) and e.flow_id = any(array[:flow_id])
+   where e.partition_key = :partition_key and e.execution_id = any(array[:upstream_id::uuid, :downstream_id])
+     and e.flow_id is not distinct from :flow_id
 )
 select exists (select from member where execution_id = :upstream_id) as has_upstream,
        exists (select from member where execution_id = :downstream_id) as has_downstream,
