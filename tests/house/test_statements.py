@@ -33,7 +33,7 @@ VECTOR = (
     "attempt_state",
 )
 
-CREATES = {"insert_executions", "insert_alike", "insert_alike_of_instances"}
+CREATES = {"insert_executions", "insert_alike", "insert_alike_of_instances", "insert_members"}
 MOVES = {
     "claim_by_route",
     "claim_by_queue",
@@ -224,6 +224,7 @@ KINDS = {
     "insert_deliveries": {EventKind.SIGNAL},
     "insert_alike_of_instances": {EventKind.TAG_ATTACHED},
     "insert_executions": {EventKind.TAG_ATTACHED},
+    "insert_members": {EventKind.TAG_ATTACHED},
 }
 """The kinds of events that statements write; resume_locked and set_tags take the kind from a parameter or a list."""
 
