@@ -56,7 +56,7 @@ class Graph:
         kind, namespace = check_text(flow_kind, "flow_kind"), check_text(namespace, "namespace")
         if not await self._exists(partition, parsed):
             rows = await self._store.fetch(
-                SQL.insert_flow,
+                SQL.insert_empty_flow,
                 partition_key=partition,
                 flow_id=parsed,
                 namespace_no=await self._store.namespace_no(namespace),
