@@ -108,7 +108,7 @@ class Parts:
         self.cancel_backlog = services.add(
             CancelBacklog(store, self.cancel_many, Quarantine(settings.cancel_reconciler_interval_s))
         )
-        flow_cancel = services.add(FlowCancel(store, self.cancel_backlog, grace_ms=settings.cancel_grace_ms))
+        self.flow_cancel = services.add(FlowCancel(store, self.cancel_backlog, grace_ms=settings.cancel_grace_ms))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         # Tails and subscriptions that are woken at once leave connections for others.
@@ -130,10 +130,10 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
-        waits = (self.tails, feeds, flow_cancel)
+        waits = (self.tails, feeds, self.flow_cancel)
         drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals)
         self.shutdown = services.add(
-            Shutdown(claims, results, flow_cancel, waits, [service.drain for service in drained])
+            Shutdown(claims, results, self.flow_cancel, waits, [service.drain for service in drained])
         )
 
     @property

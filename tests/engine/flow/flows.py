@@ -6,6 +6,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 
+from engine.state import made, new
 from fixtures import Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.ids import ExecutionId, FlowId, Partitions, flow_partition, mint_for_flow
@@ -55,6 +56,12 @@ class Flow:
     async def members(self, count: int, **overrides: Any) -> list[ExecutionId]:
         """New members that wait for a worker, in ascending order."""
         return sorted([await self.member(**overrides) for _ in range(count)])
+
+    async def add_many(self, count: int) -> None:
+        """Add this many members that wait for a worker."""
+        for start in range(0, count, 1000):
+            items = [new(execution_id=self.new_id()) for _ in range(start, min(start + 1000, count))]
+            await self.add(*await made(self.engine, *items))
 
     async def cancel(self, policy: str = "cancel_all", **overrides: Any) -> Any:
         """Cancel the flow and its members."""

@@ -1,4 +1,4 @@
-"""The header of a flow's cancellation: it closes the graph, records what is owed, and holds members back from claims."""
+"""The header of a cancellation: it closes the graph, records what is owed, and holds members back from claims."""
 
 from typing import Any
 from uuid import uuid4
