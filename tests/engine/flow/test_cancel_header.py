@@ -180,7 +180,7 @@ async def test_a_repeated_header_changes_nothing_and_returns_what_is_stored(
     async with rows.unchanged():
         for policy in CancellationPolicy:
             assert await given.engine.cancel_flow_header(
-                flow_id=flow.flow_id, reason="another", cancellation_policy=policy
+                flow.flow_id, reason="another", cancellation_policy=policy
             ) == FlowAlreadyTerminal(
                 stored_cancellation_policy=CancellationPolicy.CANCEL_PENDING,
                 stored_cancel_reason="not wanted",
