@@ -4,6 +4,7 @@ Feeds rely on it: the events of a transaction that began after a snapshot have g
 """
 
 import re
+from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -87,6 +88,10 @@ async def test_every_statement_that_writes_events_has_a_transaction_id_before(
     (resumed,) = await claim(engine, "waits")
     await suspend_run(engine, resumed.handle)
     await engine.resume_execution(execution_id=wait.execution_id)
+
+    flow_id = uuid4()
+    await engine.create_flow(flow_id, flow_kind="dag", namespace="tests")
+    await engine.cancel_flow(flow_id, reason="not wanted", cancellation_policy="cancel_all")
 
     queries = await checked.fetch("select distinct query from test_writer")
     assert {match[1] for row in queries if (match := re.match(r"/\* (\w+) \*/", row["query"]))} == WRITERS

@@ -9,7 +9,7 @@ from fixtures import Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.flow import FlowNode
-from flowfabric.model.ids import ExecutionId, FlowId, flow_partition, mint_for_flow
+from flowfabric.model.ids import ExecutionId, FlowId, flow_partition, format_execution_id, mint_for_flow
 
 LOCK_SUSPENSION = "select from suspension where execution_id = $1 for update"
 """A cancel needs this row, the header does not."""
@@ -54,10 +54,10 @@ class Flow:
             self.flow_id, reason="not wanted", cancellation_policy=policy, **overrides
         )
 
-    async def states(self, rows: Rows) -> dict[str, str]:
+    async def states(self, rows: Rows) -> dict[ExecutionId, str]:
         """The public states of the members, by execution id."""
         found = await rows.of("execution", flow_id=self.flow_id)
-        return {f"{{fp:{row['partition_key']}}}:{row['execution_id']}": row["public_state"] for row in found}
+        return {format_execution_id(row["partition_key"], row["execution_id"]): row["public_state"] for row in found}
 
 
 async def new_flow(given: Given) -> Flow:

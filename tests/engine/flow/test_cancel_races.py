@@ -53,7 +53,7 @@ async def test_of_two_concurrent_cancels_one_cancels_and_the_other_finds_it_done
     for _ in rounds(5, whole=20):
         flow = await flows()
         members = await flow.members(4)
-        arguments = {"flow_id": flow.flow_id, "cancellation_policy": ALL}
+        arguments: dict[str, Any] = {"flow_id": flow.flow_id, "cancellation_policy": ALL}
         headers = await asyncio.gather(
             engine.cancel_flow_header(reason="first", **arguments),
             other.cancel_flow_header(reason="second", **arguments),
@@ -63,7 +63,7 @@ async def test_of_two_concurrent_cancels_one_cancels_and_the_other_finds_it_done
         answers = await asyncio.gather(
             engine.cancel_flow(reason="third", **arguments), other.cancel_flow(reason="fourth", **arguments)
         )
-        assert answers == [FlowCancelled(cancellation_policy=ALL, member_execution_ids=members)] * 2
+        assert list(answers) == [FlowCancelled(cancellation_policy=ALL, member_execution_ids=members)] * 2
         assert len(await rows.events(str(flow.flow_id))) == 2
         both = asyncio.gather(*(cancel_owed(each, flow, members) for each in (engine, other)))
         assert await both == [[], []]
@@ -226,12 +226,12 @@ async def test_shutdown_prepare_ends_waits_for_members(
     async with Engine.connect(url) as closing:
         async with connection.transaction():
             await connection.execute(LOCK_SUSPENSION, uuid_of(locked))
-            arguments = {"flow_id": flow.flow_id, "reason": "x", "cancellation_policy": ALL, "wait": WaitIndefinite()}
-            first = asyncio.create_task(closing.cancel_flow(**arguments))
-            await refused(closing.cancel_flow(**arguments, grace_ms=-1), "invalid_grace_ms")
+            arguments: dict[str, Any] = {"reason": "x", "cancellation_policy": ALL, "wait": WaitIndefinite()}
+            first = asyncio.create_task(closing.cancel_flow(flow.flow_id, **arguments))
+            await refused(closing.cancel_flow(flow.flow_id, **arguments, grace_ms=-1), "invalid_grace_ms")
             while not (await rows.of("flow", flow_id=flow.flow_id))[0]["cancelled_at"]:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            second = asyncio.create_task(closing.cancel_flow(**arguments))
+            second = asyncio.create_task(closing.cancel_flow(flow.flow_id, **arguments))
             await refused(closing.shutdown_prepare(0), "timeout")
             for waiting in (first, second):
                 await refused(waiting, "unavailable", "the flow is cancelled")

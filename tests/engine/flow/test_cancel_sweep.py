@@ -151,14 +151,14 @@ async def test_the_sweep_gives_up_what_can_never_be_cancelled(
     for table in ("listed", "execution_input", "execution"):
         await connection.execute(f"delete from {table} where execution_id = $1", uuid_of(gone))
     sweep = parts_of(engine).cancel_backlog
-    answers = {gone: CancelDisposition.NOT_FOUND, left: error("internal", "a test")}
+    answers: dict[ExecutionId, CancelResult] = {gone: CancelDisposition.NOT_FOUND, left: error("internal", "a test")}
     cancelled = await sweep._cancel_many.cancel([gone], reason="x")
     assert cancelled == [answers[gone]]
 
     async def cancel_many(execution_ids: Sequence[ExecutionId], **_: object) -> list[CancelResult]:
         return [answers[each] for each in execution_ids]
 
-    sweep._cancel_many.cancel = cancel_many  # type: ignore[method-assign,assignment]
+    sweep._cancel_many.cancel = cancel_many  # type: ignore[method-assign]
     assert (await sweep.reconcile_due()).done == 2
     assert "cannot be cancelled, giving it up" in caplog.text
     await nothing_owed(rows)
