@@ -6,8 +6,7 @@ select b.flow_id from cancel_backlog b where b.partition_key = :partition_key an
 -- Deletes members that a cancelled flow no longer owes, and the header of its backlog if no other member is left.
 with taken as (
   delete from cancel_backlog_member m
-   using unnest(:execution_ids::uuid[]) as i(execution_id)
-   where m.partition_key = :partition_key and m.flow_id = :flow_id and m.execution_id = i.execution_id
+   where m.partition_key = :partition_key and m.flow_id = :flow_id and m.execution_id = any(:execution_ids::uuid[])
 )
 delete from cancel_backlog b
  where b.partition_key = :partition_key and b.flow_id = :flow_id
