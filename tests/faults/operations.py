@@ -102,6 +102,24 @@ def _create_without_ids(engine: Engine, subject: Subject, **overrides: Any) -> A
     return engine.create_many([NewExecution(**subject.new(**overrides)) for _ in range(3)])
 
 
+def _submit_flow(engine: Engine, subject: Subject, **overrides: Any) -> Awaitable[object]:
+    fields = ("lane_id", "execution_kind", "input_payload", "creator_identity", "policy")
+    member = {field: subject.new(**LARGE)[field] for field in fields}
+    return engine.submit_flow(
+        flow_kind="dag",
+        namespace="tests",
+        nodes=[
+            {"name": "first", **member, "tags": {"ff.instance_id": "one"}},
+            {"name": "late", **member, "delay_ms": MINUTE},
+            {"name": "last", **member, "execution_deadline_at": delayed_until(subject)},
+        ],
+        edges=[{"upstream": name, "downstream": "last"} for name in ("first", "late")],
+        groups={"last": {"kind": "any_of", "on_satisfied": "let_run"}},
+        tags={"app.key": "value"},
+        **overrides,
+    )
+
+
 def _resume_token(subject: Subject) -> ResumeToken:
     grant = subject.grant.grant
     return ResumeToken(
@@ -199,6 +217,10 @@ def _operations() -> list[Operation]:
     )
     add("create_many", nothing, lambda e, s: _create_many(e, s, **LARGE), "with ids, large inputs")
     add("create_many", nothing, lambda e, s: _create_many(e, s, tags={"app.key": "value"}), "with ids and tags")
+
+    # Flows.
+    add("submit_flow", nothing, _submit_flow, "without an id", is_idempotent=False)
+    add("submit_flow", nothing, lambda e, s: _submit_flow(e, s, flow_id=s.ids[0]), "with an id")
 
     # Claiming.
     add("claim", created, _claim)

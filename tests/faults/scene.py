@@ -55,6 +55,7 @@ _EXECUTION_TABLES = (
     "stream_frame",
     "stream_summary",
 )
+_FLOW_TABLES = ("flow", "flow_tag", "edge", "edge_group")
 _ROWS = f"""
 with own as materialized (
   select e.execution_id from execution e join lane l using (lane_no) where l.lane_id = $1 and e.created_at >= $2)
@@ -63,6 +64,13 @@ with own as materialized (
         f"select '{table}', to_jsonb(t)::text from {table} t where t.execution_id in (select execution_id from own)"
         " and to_jsonb(t) -> 'details' ->> 'effect' is distinct from 'deduped'"
         for table in _EXECUTION_TABLES
+    )
+}
+{
+    "".join(
+        f"union all select '{table}', to_jsonb(t)::text from {table} t"
+        " where t.flow_id in (select e.flow_id from own join execution e using (execution_id)) "
+        for table in _FLOW_TABLES
     )
 }
 union all select 'retained', to_jsonb(t)::text

@@ -52,6 +52,7 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "stream": (EXECUTION,),
     "stream_frame": (EXECUTION,),
     "stream_summary": (EXECUTION,),
+    "flow": (("partition_key", "flow_id"),),
     "worker": (("partition_key", "namespace", "worker_instance_id"),),
     "worker_event": (("partition_key", "namespace", "worker_instance_id"),),
 }
