@@ -94,6 +94,15 @@ async def test_every_statement_that_writes_events_has_a_transaction_id_before(
     await engine.create_flow(flow_id, flow_kind="dag", namespace="tests")
     ended = await given.completed(execution_id=mint_for_flow(flow_id, parts_of(engine).store.rules.partitions))
     await engine.add_execution_to_flow(flow_id, ended)
+    await engine.cancel_flow(flow_id, reason="not wanted", cancellation_policy="cancel_all")
+    member = {
+        "lane_id": "flows",
+        "execution_kind": "job",
+        "input_payload": b"1",
+        "creator_identity": "test",
+        "tags": instance,
+    }
+    await engine.submit_flow(flow_kind="dag", namespace="tests", nodes=[{"name": "only", **member}])
 
     queries = await checked.fetch("select distinct query from test_writer")
     assert {match[1] for row in queries if (match := re.match(r"/\* (\w+) \*/", row["query"]))} == WRITERS

@@ -134,7 +134,7 @@ class Parts:
         self.cancel_backlog = services.add(
             CancelBacklog(store, self.cancel_many, Quarantine(settings.cancel_reconciler_interval_s))
         )
-        flow_cancel = services.add(FlowCancel(store, self.cancel_backlog, grace_ms=settings.cancel_grace_ms))
+        self.flow_cancel = services.add(FlowCancel(store, self.cancel_backlog, grace_ms=settings.cancel_grace_ms))
         self.flow_summaries = services.add(
             FlowSummaries(
                 store,
@@ -163,11 +163,11 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Flows, FlowListing, Listing, Counting, Consistency):
             services.add(kind(store))
-        waits = (self.tails, feeds, flow_cancel, flow_endings)
+        waits = (self.tails, feeds, self.flow_cancel, flow_endings)
         drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
-        cascades = (flow_cancel, self.cascade, self.siblings)
+        cascades = (self.flow_cancel, self.cascade, self.siblings)
         drains = [flow_endings.close, *(service.drain for service in (*drained, *cascades))]
-        self.shutdown = services.add(Shutdown(claims, results, flow_cancel, waits, drains))
+        self.shutdown = services.add(Shutdown(claims, results, self.flow_cancel, waits, drains))
 
     @property
     def store(self) -> Store:
