@@ -35,6 +35,7 @@ from flowfabric.model.explanation import (
     SignalsReason,
     UnmetEdge,
 )
+from flowfabric.model.flow import FlowAlreadySatisfied, FlowEdge, FlowNode, FlowSubmitted
 from flowfabric.model.grant import (
     ClaimGrant,
     Granted,
@@ -146,6 +147,10 @@ __all__ = [
     "FailureClass",
     "FailureReason",
     "Fence",
+    "FlowAlreadySatisfied",
+    "FlowEdge",
+    "FlowNode",
+    "FlowSubmitted",
     "GrantNotFound",
     "Granted",
     "GrantedClaim",

@@ -32,7 +32,8 @@ ALL = {
 
 EXECUTION = ("partition_key", "execution_id")
 KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "execution": (EXECUTION,),
+    # By its flow: the members of one flow.
+    "execution": (EXECUTION, ("flow_id",)),
     "execution_input": (EXECUTION,),
     "execution_result": (EXECUTION,),
     # A place is unique: places are drawn from one sequence.
@@ -51,6 +52,7 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "stream": (EXECUTION,),
     "stream_frame": (EXECUTION,),
     "stream_summary": (EXECUTION,),
+    "flow": (("partition_key", "flow_id"),),
     "worker": (("partition_key", "namespace", "worker_instance_id"),),
     "worker_event": (("partition_key", "namespace", "worker_instance_id"),),
 }

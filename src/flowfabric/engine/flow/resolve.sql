@@ -249,7 +249,7 @@ set_entries as (
      set execution_ids = l.execution_ids,
          after_edge_id = case when l.rank = t.rank then
            case when exists (select from located o where o.rank = l.rank and o.is_taken) then t.last_edge_id else m.after_edge_id end end,
-         has_left_edges = l.rank = t.rank and (coalesce(m.is_left, false) or m.has_left_edges)
+         has_left_edges = coalesce(l.rank = t.rank, false) and (coalesce(m.is_left, false) or m.has_left_edges)
     from left_entry l
    cross join cut t
     join left_member m on m.rank = l.rank
