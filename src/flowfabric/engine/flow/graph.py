@@ -14,6 +14,7 @@ from flowfabric.engine.flow.snapshot import edge_snapshot
 from flowfabric.engine.flow.state import MemberChange, change_members
 from flowfabric.engine.store import Store
 from flowfabric.model.edge import (
+    MAX_REF_CHARACTERS,
     SUCCESS_ONLY,
     AlreadyApplied,
     AlreadySet,
@@ -37,7 +38,6 @@ from flowfabric.model.text import check_length, check_range, check_short, check_
 SQL = statements_beside(__file__)
 
 MAX_REVISION = 2**63 - 1
-MAX_REF_CHARACTERS = 1024
 _UNHAPPY = frozenset({TerminalOutcome.FAILED, TerminalOutcome.CANCELLED, TerminalOutcome.EXPIRED})
 
 
