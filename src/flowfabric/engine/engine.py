@@ -15,8 +15,14 @@ from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.backlog import CancelBacklog
+from flowfabric.engine.flow.blocked import Blocked
+from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.ending import FlowEndings
+from flowfabric.engine.flow.graph import Graph
+from flowfabric.engine.flow.siblings import Siblings
+from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.flow.summary import FlowSummaries
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -33,6 +39,7 @@ from flowfabric.engine.parts import Parts
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
+from flowfabric.engine.read.flows import Flows
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
 from flowfabric.engine.stream.append import Streams
@@ -64,6 +71,9 @@ class Engine:
     set_execution_tags = operation(Tags.set_execution_tags)
     get_execution_tag = operation(Tags.get_execution_tag)
     wait_for_ending = operation(Results.wait_for_ending)
+
+    # Flows: graphs of executions.
+    submit_flow = operation(SubmitFlow.submit_flow)
 
     # Claims: from the queues, by grant, by id.
     claim = operation(Claim.claim)
@@ -115,6 +125,24 @@ class Engine:
 
     # Flows: the cascade.
     cascade_completion = operation(Cascade.cascade_completion)
+    resolve_dependency = operation(Blocked.resolve_dependency)
+    promote_blocked_to_eligible = operation(Blocked.promote_blocked_to_eligible)
+    drain_sibling_cancel_group = operation(Siblings.drain_sibling_cancel_group)
+    reconcile_sibling_cancel_group = operation(Siblings.reconcile_sibling_cancel_group)
+    # Flows: cancelling.
+    cancel_flow = operation(FlowCancel.cancel_flow)
+    cancel_flow_header = operation(FlowCancel.cancel_flow_header)
+    ack_cancel_member = operation(CancelBacklog.ack_cancel_member)
+    # Flows: graphs of executions.
+    create_flow = operation(Graph.create_flow)
+    add_execution_to_flow = operation(Graph.add_execution_to_flow)
+    set_edge_group_policy = operation(Graph.set_edge_group_policy)
+    stage_dependency_edge = operation(Graph.stage_dependency_edge)
+    apply_dependency_to_child = operation(Graph.apply_dependency_to_child)
+    describe_flow = operation(Flows.describe_flow)
+    describe_edge = operation(Flows.describe_edge)
+    list_edges = operation(Flows.list_edges)
+    evaluate_flow_eligibility = operation(Flows.evaluate_flow_eligibility)
 
     # Flows: summaries and ends.
     project_flow_summary = operation(FlowSummaries.project_flow_summary)
