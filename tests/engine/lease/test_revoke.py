@@ -144,7 +144,7 @@ async def test_the_previous_owner_is_refused_and_the_next_claim_takes_over(
 async def test_an_expired_lease_is_marked_instead(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     handle = await given.claimed(lease_ttl_ms=TTL_MS)
     await clock.advance(ms=TTL_MS)
-    named = {"expected_lease_id": uuid4(), "worker_instance_id": "other-1"}
+    named: dict[str, Any] = {"expected_lease_id": uuid4(), "worker_instance_id": "other-1"}
     assert await engine.revoke_lease(handle.execution_id, **named) == already("already_expired")
     assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
     (taken,) = await claim(engine)
