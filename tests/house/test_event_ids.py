@@ -87,6 +87,7 @@ async def test_every_statement_that_writes_events_has_a_transaction_id_before(
     (resumed,) = await claim(engine, "waits")
     await suspend_run(engine, resumed.handle)
     await engine.resume_execution(execution_id=wait.execution_id)
+    await engine.change_priority(wait.execution_id, 5)
 
     queries = await checked.fetch("select distinct query from test_writer")
     assert {match[1] for row in queries if (match := re.match(r"/\* (\w+) \*/", row["query"]))} == WRITERS
