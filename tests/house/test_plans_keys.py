@@ -32,7 +32,8 @@ ALL = {
 
 EXECUTION = ("partition_key", "execution_id")
 KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "execution": (EXECUTION,),
+    # By its flow: the members of one flow.
+    "execution": (EXECUTION, ("flow_id",)),
     "execution_input": (EXECUTION,),
     "execution_result": (EXECUTION,),
     # A place is unique: places are drawn from one sequence.
@@ -75,8 +76,6 @@ ORDERED: dict[str, set[str]] = {
     "take_hidden_frames": {"stream_due"},
     "list_due_streams": {"stream_due"},
     "list_due_flows": {"flow_due"},
-    # The members of a flow.
-    "count_members": {"execution_flow"},
     "take_expired_keys": {"idempotency_key_due"},
     "take_old_grants": {"claim_grant_due"},
     "take_expired_workers": {"worker_due"},
