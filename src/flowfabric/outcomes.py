@@ -15,6 +15,7 @@ from flowfabric.model.execution import (
     ExecutionSummary,
     Inconsistency,
     NewExecution,
+    Replayed,
 )
 from flowfabric.model.explanation import (
     BudgetReason,
@@ -180,6 +181,7 @@ __all__ = [
     "Refreshed",
     "Registered",
     "Renewed",
+    "Replayed",
     "ResumeGrant",
     "ResumeSignal",
     "ResumeToken",

@@ -40,6 +40,7 @@ MOVES = {
     "complete_leases",
     "end_leases",
     "promote_delayed",
+    "replay_locked",
     "resume_locked",
     "escalate_locked",
 }
@@ -188,6 +189,7 @@ def test_a_transition_writes_no_literal_state() -> None:
         ("lease_locked", CLAIM_PARAMETERS),
         ("complete_leases", completion_parameters()),
         ("promote_delayed", PROMOTED),
+        ("replay_locked", target_parameters(REPLAYED)),
         ("escalate_locked", ESCALATED),
     ],
 )

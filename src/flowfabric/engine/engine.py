@@ -14,6 +14,7 @@ from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
@@ -49,11 +50,12 @@ STAGE = "alpha"
 class Engine:
     """The engine on one Postgres; get one from `Engine.connect`."""
 
-    # Executions: creating, cancelling, tags, results.
+    # Executions: creating, cancelling, replaying, tags, results.
     create_execution = operation(Submit.create_execution)
     create_many = operation(Submit.create_many)
     cancel = operation(Cancel.cancel)
     cancel_execution = operation(Cancel.cancel_execution)
+    replay_execution = operation(Replays.replay_execution)
     set_execution_tag = operation(Tags.set_execution_tag)
     set_execution_tags = operation(Tags.set_execution_tags)
     get_execution_tag = operation(Tags.get_execution_tag)

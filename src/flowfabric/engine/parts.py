@@ -18,6 +18,7 @@ from flowfabric.engine.fleet.identities import Identities
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -98,6 +99,7 @@ class Parts:
                 Quarantine(settings.pending_wp_expiry_interval_s),
             )
         )
+        services.add(Replays(store, None, None))
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))

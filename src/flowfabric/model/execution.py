@@ -65,6 +65,13 @@ class Cancelled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """The execution runs again: it is claimable now, or waits for its dependencies."""
+
+    public_state: PublicState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
     """How an execution ended: its outcome, with the result if it succeeded and the reason if it did not."""
 
