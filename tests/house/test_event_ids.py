@@ -88,6 +88,8 @@ async def test_every_statement_that_writes_events_has_a_transaction_id_before(
     await suspend_run(engine, resumed.handle)
     await engine.resume_execution(execution_id=wait.execution_id)
 
+    await engine.replay_execution(execution_id=runs[0].execution_id)
+
     queries = await checked.fetch("select distinct query from test_writer")
     assert {match[1] for row in queries if (match := re.match(r"/\* (\w+) \*/", row["query"]))} == WRITERS
 

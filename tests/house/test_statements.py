@@ -14,7 +14,9 @@ from flowfabric.engine.core.transition import (
     CLAIM_PARAMETERS,
     ESCALATED,
     PROMOTED,
+    REPLAYED,
     completion_parameters,
+    target_parameters,
 )
 from flowfabric.model.event import EventKind, WorkerEvent
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase

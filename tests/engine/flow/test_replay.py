@@ -9,7 +9,7 @@ import pytest
 
 from engine.counts import miscounts
 from engine.ends import WAYS, Scene
-from engine.state import WAITING, all_cases, attempts, claim, event_texts, pending_fields, refused, vector
+from engine.state import REPLAYED, all_cases, attempts, claim, event_texts, pending_fields, refused, vector
 from engine.waits import suspend_args
 from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.engine.core.transition import MOVES
@@ -22,7 +22,6 @@ from flowfabric.model.execution import Ended, Replayed
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import LifecyclePhase, PublicState, TerminalOutcome
 
-REPLAYED = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_replay_attempt/waiting"
 DAY = 86_400_000
 ENDS = {name: way for name, (move, way) in WAYS.items() if MOVES[move].target.phase is LifecyclePhase.TERMINAL}
 """Every way to end an execution."""
@@ -306,7 +305,3 @@ async def test_a_replay_wakes_a_waiting_claim(engine: Engine, given: Given, hint
     await asyncio.sleep(0)
     await engine.replay_execution(execution_id=execution_id)
     assert [run.execution_id for run in await waiting] == [execution_id]
-
-
-def test_the_vector_is_that_of_a_waiting_execution_but_for_the_attempt() -> None:
-    assert REPLAYED.replace("pending_replay_attempt", "pending_first_attempt") == WAITING

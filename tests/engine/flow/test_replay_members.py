@@ -12,7 +12,6 @@ from flowfabric.model.states import PublicState
 
 from .planted import PlantedFlow
 
-WAITING = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_replay_attempt/waiting"
 BLOCKED = (
     "runnable/unowned/blocked_by_dependencies/waiting_for_children/none/pending_replay_attempt/waiting_children"
 )

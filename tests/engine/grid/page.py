@@ -58,6 +58,7 @@ GROUPS = {
         "hand_back",
     ),
     "Cancelling": ("cancel", "cancel_execution"),
+    "Replaying": ("replay_execution",),
     "Time": ("promote_delayed", "expire_execution"),
     "Sweeps": ("mark expired leases", "promote delayed executions", "expire overdue executions"),
     "Everything else": ("set_execution_tag",),
