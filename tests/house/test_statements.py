@@ -45,6 +45,9 @@ MOVES = {
     "replay_locked",
     "resume_locked",
     "escalate_locked",
+    "settle_entries",
+    "resolve_edges",
+    "promote_blocked",
 }
 """The only statements that write the state of an execution."""
 

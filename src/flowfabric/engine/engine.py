@@ -14,6 +14,7 @@ from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -107,6 +108,9 @@ class Engine:
     observe_signals = operation(Signals.observe_signals)
     resume_execution = operation(Resumes.resume_execution)
     expire_suspension = operation(SuspensionTimeouts.expire_suspension)
+
+    # Flows: the cascade.
+    cascade_completion = operation(Cascade.cascade_completion)
 
     # Streams: frames and summaries.
     append_frame = operation(Streams.append_frame)

@@ -18,7 +18,9 @@ from flowfabric.engine.fleet.identities import Identities
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.replay import Replays
+from flowfabric.engine.flow.resolve import Resolver
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -99,10 +101,13 @@ class Parts:
                 Quarantine(settings.pending_wp_expiry_interval_s),
             )
         )
-        services.add(Replays(store, None, None))
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
+
+        resolver = Resolver(store, lease_ends)
+        self.cascade = services.add(Cascade(store, resolver))
+        services.add(Replays(store, resolver, self.cascade))
 
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)
@@ -124,7 +129,7 @@ class Parts:
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             services.add(kind(store))
         waits = (self.tails, feeds)
-        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals)
+        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals, self.cascade)
         self.shutdown = services.add(Shutdown(claims, results, waits, [service.drain for service in drained]))
 
     @property

@@ -9,7 +9,7 @@ import msgspec
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.wakeups import Work
+from flowfabric.engine.core.wakeups import CascadeKey, Work
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.grant import GrantKind
@@ -62,8 +62,8 @@ class Verdict(msgspec.Struct, frozen=True):
     lease_epoch: int | None = None
     attached: int = 0
     """The attachments of the execution when its lease or the execution ended."""
-    is_member: bool = False
-    """Whether the execution belongs to a flow."""
+    entry: CascadeKey | None = None
+    """What the cascade has to settle, if a member of a flow has ended."""
 
     @property
     def is_done(self) -> bool:

@@ -1,8 +1,6 @@
 """Replay of ended executions: they run again, with a new attempt that follows the earlier ones."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 from uuid import UUID
 
 import msgspec
@@ -11,6 +9,8 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.row import lock_execution
 from flowfabric.engine.core.transition import REPLAYED, REPLAYED_BLOCKED, target_parameters
+from flowfabric.engine.flow.cascade import Cascade
+from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver
 from flowfabric.engine.flow.row import LockedFlow, lock_flow, read_flow_of
 from flowfabric.engine.flow.state import MemberChange, change_members
 from flowfabric.engine.store import Store
@@ -29,21 +29,6 @@ SETTLEMENTS = 5
 """How often a replay settles the ends of a flow that are still queued before it gives up."""
 _UNHAPPY = frozenset({TerminalOutcome.FAILED, TerminalOutcome.CANCELLED, TerminalOutcome.EXPIRED})
 _DEFAULTS = ExecutionPolicy()
-
-
-class Resolver(Protocol):
-    """Resolves edges of a flow that the transaction has locked."""
-
-    async def resolve_edges(
-        self, transaction: Transaction, flow: LockedFlow, edges: Sequence[tuple[UUID, CompletionOutcome]]
-    ) -> Any: ...
-    async def after_commit(self, resolved: Any) -> None: ...
-
-
-class Cascade(Protocol):
-    """Settles the queued ends of a flow."""
-
-    async def settle_flow(self, partition_key: int, flow_id: FlowId) -> object: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,13 +66,13 @@ class _Done:
     public_state: PublicState
     work: list[Record]
     has_flow_changed: bool = False
-    resolved: Any = None
+    resolved: ResolvedEdges | None = None
 
 
 class Replays:
     """The replay operation."""
 
-    def __init__(self, store: Store, resolver: Resolver | None, cascade: Cascade | None) -> None:
+    def __init__(self, store: Store, resolver: Resolver, cascade: Cascade) -> None:
         self._store = store
         self._resolver = resolver
         self._cascade = cascade
@@ -133,7 +118,6 @@ class Replays:
                 await self._after_commit(done)
                 return Replayed(public_state=done.public_state)
             # The edges behind the end are resolved by its outcome, not by that of the replay.
-            assert self._cascade is not None
             await self._cascade.settle_flow(partition_key, done)
         raise error(
             "retry_exhausted",
@@ -245,7 +229,7 @@ class Replays:
             return _Done(public_state=PublicState.WAITING, work=work, has_flow_changed=has_flow_changed)
         resolved = None
         public_state = PublicState.WAITING_CHILDREN
-        if group.succeeded and self._resolver is not None:
+        if group.succeeded:
             edges = [(edge_id, CompletionOutcome.SUCCESS) for edge_id in group.succeeded]
             resolved = await self._resolver.resolve_edges(transaction, flow, edges)
             (row,) = await transaction.fetch(SQL.read_replayed, **request.key)
@@ -257,5 +241,5 @@ class Replays:
         wakeups.events(EventFamily.LEASE, EventFamily.OPERATOR)
         if done.work:
             wakeups.work_of(done.work)
-        if done.resolved is not None and self._resolver is not None:
+        if done.resolved is not None:
             await self._resolver.after_commit(done.resolved)
