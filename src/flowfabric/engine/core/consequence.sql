@@ -98,15 +98,15 @@ held as materialized (
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id
             for update skip locked) e on true
-    -- Renewals are stored in the claim. It is read only if the lease has expired according to the execution's row: without a lock,
-    -- or if thorough with one, which waits for a renewal in progress.
+    -- Renewals are stored in the claim. It is read only if the lease has expired according to the execution's row, or is revoked:
+    -- without a lock, or if thorough with one, which waits for a renewal in progress.
     left join lateral (
          select r.expires_at from claim r
           where not :is_thorough::boolean and e.lease_expires_at <= c.now and r.partition_key = e.partition_key and r.claim_no = e.claim_no
          limit 1) r on true
     left join lateral (
          select t.expires_at, t.renewed_at from claim t
-          where :is_thorough and e.lease_expires_at <= c.now and t.partition_key = e.partition_key and t.claim_no = e.claim_no
+          where :is_thorough and (e.lease_expires_at <= c.now or i.to_ownership = 'lease_revoked') and t.partition_key = e.partition_key and t.claim_no = e.claim_no
             for share) t on true
 ),
 judged as materialized (
