@@ -42,7 +42,11 @@ class Model:
         if counts_until > self.now:
             first = self.executions[owner]
             # A policy of defaults equals no policy.
-            if (first.kind, first.policy or Policy(), first.required) != (kind, policy or Policy(), frozenset(required)):
+            if (first.kind, first.policy or Policy(), first.required) != (
+                kind,
+                policy or Policy(),
+                frozenset(required),
+            ):
                 raise Refusal("idempotency_conflict")
             return "Duplicate", owner
         if name in self.executions:

@@ -386,9 +386,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
     @step(weight=3, which=NAMES)
     def replay_execution(self, which: int) -> None:
         name = self.name(which, lambda one: one.phase == "terminal")
-        self.both(
-            lambda: self.model.replay_execution(name), lambda: self.engine.replay_execution(execution_id=name)
-        )
+        self.both(lambda: self.model.replay_execution(name), lambda: self.engine.replay_execution(execution_id=name))
 
     # Time.
 

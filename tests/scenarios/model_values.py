@@ -182,7 +182,12 @@ class Execution:
         if self.replays >= self.replay_limit:
             raise Refusal("max_replays_exhausted")
         self.replays, self.retries, self.reclaims, self.holds_attempt = self.replays + 1, 0, 0, False
-        self.phase, self.eligibility, self.blocking, self.outcome = "runnable", "eligible_now", "waiting_for_worker", "none"
+        self.phase, self.eligibility, self.blocking, self.outcome = (
+            "runnable",
+            "eligible_now",
+            "waiting_for_worker",
+            "none",
+        )
         self.attempt_state = "pending_replay_attempt"
         self.completed_at = self.reason = self.cancelled_by = None
         self.deadline_at = self.deadline_at if self.deadline_at is not None and self.deadline_at > now else None

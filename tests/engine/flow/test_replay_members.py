@@ -4,23 +4,71 @@ import asyncpg
 import pytest
 
 from engine.counts import miscounts
-from engine.state import attempts, claim, refused, vector
+from engine.state import REPLAYED, attempts, claim, refused, vector
 from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import Replayed
+from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import PublicState
 
-from .planted import PlantedFlow
+from .graphs import BuiltFlow
 
-BLOCKED = (
-    "runnable/unowned/blocked_by_dependencies/waiting_for_children/none/pending_replay_attempt/waiting_children"
-)
+BLOCKED = "runnable/unowned/blocked_by_dependencies/waiting_for_children/none/pending_replay_attempt/waiting_children"
 
 
 @pytest.fixture
-async def planted(given: Given, connection: asyncpg.Connection) -> PlantedFlow:
+async def flow(given: Given, rows: Rows) -> BuiltFlow:
     """A flow without members yet."""
-    return PlantedFlow(given, connection)
+    return await BuiltFlow.create(given, rows)
+
+
+async def settled(flow: BuiltFlow) -> None:
+    """Settle the ends of members."""
+    row = await flow.row()
+    await parts_of(flow.engine).cascade.settle_flow(row["partition_key"], flow.flow_id)
+
+
+async def end(flow: BuiltFlow, execution_id: ExecutionId, outcome: str) -> None:
+    """Run a waiting member to its end, and settle it."""
+    engine = flow.engine
+    if outcome == "cancelled":
+        await engine.cancel_execution(execution_id=execution_id, reason="not wanted")
+    else:
+        row = await engine.read_execution_info(execution_id)
+        assert row is not None
+        await engine.issue_grant_and_claim(execution_id=execution_id, lane_id=row.lane_id, lease_duration_ms=30_000)
+        named = {"execution_id": execution_id, "source": "operator_override"}
+        if outcome == "failed":
+            await engine.fail_execution(**named, failure_reason="no luck", failure_category="permanent")
+        else:
+            await engine.complete_execution(**named, payload=b'"done"')
+    await settled(flow)
+
+
+async def states(flow: BuiltFlow) -> tuple[int, int, str]:
+    """How many members are live and ended badly, and the derived state."""
+    row = await flow.row()
+    return row["live_count"], row["unhappy_count"], row["derived_state"]
+
+
+async def edges(rows: Rows, child: ExecutionId) -> dict[str, tuple[str, bool]]:
+    """The state of each edge to a member, and whether it has a time of its resolution, by upstream."""
+    found = await rows.of("edge", downstream_id=uuid_of(child))
+    return {str(row["upstream_id"]): (row["state"], row["last_resolved_at"] is not None) for row in found}
+
+
+async def group(rows: Rows, child: ExecutionId) -> tuple[str, int, int, int]:
+    """The state of a member's group, and how many edges succeeded, failed and were skipped."""
+    (row,) = await rows.of("edge_group", downstream_id=uuid_of(child))
+    assert not row["cancel_siblings_pending_flag"]
+    assert (row["cancel_siblings_pending_members"], row["cancel_siblings_reason"]) == (None, None)
+    return row["group_state"], row["succeeded_count"], row["failed_count"], row["skipped_count"]
+
+
+async def state(engine: Engine, execution_id: ExecutionId) -> PublicState | None:
+    """The public state of an execution."""
+    return await engine.read_execution_state(execution_id)
 
 
 async def check(engine: Engine, connection: asyncpg.Connection) -> None:
@@ -30,78 +78,88 @@ async def check(engine: Engine, connection: asyncpg.Connection) -> None:
 
 
 async def test_a_member_of_a_cancelled_flow_is_replayed_only_on_request(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, planted: PlantedFlow
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow
 ) -> None:
-    member = await given.created()
-    await planted.plant(member)
-    await engine.cancel_execution(execution_id=member, reason="not wanted")
-    await planted.settle()
-    await connection.execute("update flow set public_flow_state = 'cancelled'")
-    await connection.execute(
-        "insert into cancel_backlog_member (partition_key, flow_id, execution_id) values ($1, $2, $3)",
-        planted.partition_key,
-        planted.flow_id,
-        uuid_of(member),
-    )
+    member, other = await flow.members(2)
+    never = await flow.member(policy={"max_replay_count": 0})
+    await end(flow, member, "cancelled")
+    await end(flow, never, "cancelled")
+    await engine.cancel_flow_header(flow_id=flow.flow_id, reason="not wanted", cancellation_policy="flow_only")
     async with rows.unchanged():
         refusal = await refused(engine.replay_execution(execution_id=member), "flow_already_terminal")
-    assert "allow_cancelled_flow" in str(refusal.detail)
+        assert "allow_cancelled_flow" in str(refusal.detail)
+        # The state of the execution is checked before the flow, and the flow before the limit.
+        await refused(engine.replay_execution(execution_id=other), "execution_not_terminal")
+        await refused(engine.replay_execution(execution_id=never), "flow_already_terminal")
+        await refused(engine.replay_execution(execution_id=never, allow_cancelled_flow=True), "max_replays_exhausted")
     answer = await engine.replay_execution(execution_id=member, allow_cancelled_flow=True)
     assert answer == Replayed(public_state=PublicState.WAITING)
-    assert await rows.of("cancel_backlog_member") == []
     await check(engine, connection)
 
 
-async def test_a_refusal_names_the_state_before_the_flow_and_the_flow_before_the_limit(
-    engine: Engine, given: Given, connection: asyncpg.Connection, planted: PlantedFlow
+async def test_the_backlog_of_a_cancelled_flow_leaves_what_was_replayed(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow
 ) -> None:
-    ended, running = await given.cancelled(policy={"max_replay_count": 0}), await given.created()
-    await planted.plant(ended, running)
-    await connection.execute("update flow set public_flow_state = 'cancelled'")
-    await refused(engine.replay_execution(execution_id=running), "execution_not_terminal")
-    await refused(engine.replay_execution(execution_id=ended), "flow_already_terminal")
-    replay = engine.replay_execution(execution_id=ended, allow_cancelled_flow=True)
-    await refused(replay, "max_replays_exhausted")
+    member = await flow.member()
+    await engine.cancel_flow_header(flow_id=flow.flow_id, reason="not wanted", cancellation_policy="cancel_all")
+    assert len(await rows.of("cancel_backlog_member")) == 1
+    await engine.cancel_execution(execution_id=member, reason="not wanted")
+    await engine.replay_execution(execution_id=member, allow_cancelled_flow=True)
+    assert await rows.of("cancel_backlog_member") == []
+    assert await state(engine, member) is PublicState.WAITING
+    await check(engine, connection)
 
 
 @pytest.mark.parametrize(
-    ("outcome", "ended_state", "unhappy"), [("failed", "failed", 1), ("cancelled", "failed", 1), ("success", "completed", 0)]
+    ("outcome", "ended"),
+    [("failed", (0, 1, "failed")), ("cancelled", (0, 1, "failed")), ("success", (0, 0, "completed"))],
 )
 async def test_a_replay_opens_an_ended_flow_again(
-    engine: Engine, given: Given, rows: Rows, planted: PlantedFlow, outcome: str, ended_state: str, unhappy: int
+    engine: Engine,
+    rows: Rows,
+    connection: asyncpg.Connection,
+    flow: BuiltFlow,
+    outcome: str,
+    ended: tuple[int, int, str],
 ) -> None:
-    member = await given.claimed()
-    await planted.plant(member.execution_id)
-    match outcome:
-        case "failed":
-            await engine.fail(member, reason="no luck", classification="permanent")
-        case "cancelled":
-            await engine.cancel(member, "not wanted")
-        case _:
-            await engine.complete(member, b"done")
-    await planted.settle()
-    flow = await planted.row(rows)
-    assert (flow["live_count"], flow["unhappy_count"], flow["derived_state"]) == (0, unhappy, ended_state)
-    await engine.replay_execution(execution_id=member.execution_id)
-    flow = await planted.row(rows)
-    assert (flow["live_count"], flow["unhappy_count"], flow["derived_state"]) == (1, 0, "open")
-    (event,) = [event for event in await rows.of("event") if event["reason"] == "flow_state_changed"]
-    assert str(event["execution_id"]) == str(planted.flow_id)
-    (run,) = await claim(engine)
-    await engine.complete(run.handle, b"again")
-    (entry,) = await rows.of("cascade_entry")
-    assert [str(each) for each in entry["execution_ids"]] == [uuid_of(member.execution_id)]
+    member = await flow.member()
+    await end(flow, member, outcome)
+    assert await states(flow) == ended
+    await engine.replay_execution(execution_id=member)
+    assert await states(flow) == (1, 0, "open")
+    changes = [row for row in await rows.of("event") if row["reason"] == "flow_state_changed"]
+    assert len(changes) == 2
+    await end(flow, member, "success")
+    assert await states(flow) == (0, 0, "completed")
+    await check(engine, connection)
+
+
+async def test_an_end_that_is_still_queued_is_settled_before_the_replay(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upstream, child = await flow.members(2)
+    await flow.connect(upstream, child)
+    monkeypatch.setattr(parts_of(engine).wakeups, "on_members_ended", None)
+    await engine.cancel_execution(execution_id=upstream, reason="not wanted")
+    assert len(await rows.of("cascade_entry")) == 1
+    assert await edges(rows, child) == {uuid_of(upstream): ("unsatisfied", False)}
+    answer = await engine.replay_execution(execution_id=upstream)
+    assert answer == Replayed(public_state=PublicState.WAITING)
+    assert await state(engine, child) is PublicState.SKIPPED
+    assert await rows.of("cascade_entry") == []
+    assert await states(flow) == (1, 0, "open")
+    await end(flow, upstream, "success")
+    assert await state(engine, child) is PublicState.SKIPPED
+    await check(engine, connection)
 
 
 async def test_a_member_that_ended_while_it_waited_waits_again(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, planted: PlantedFlow, clock: Clock
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow, clock: Clock
 ) -> None:
-    one, other, child = await given.created(), await given.created(), await given.created()
-    await planted.plant(one, other, child)
-    await planted.block(child, one, other)
-    await engine.cancel_execution(execution_id=child, reason="not wanted")
-    await planted.settle()
-    await check(engine, connection)
+    one, other, child = await flow.members(3)
+    await flow.connect(one, child)
+    await flow.connect(other, child)
+    await end(flow, child, "cancelled")
     now = await clock.advance(ms=3)
     answer = await engine.replay_execution(execution_id=child)
     assert answer == Replayed(public_state=PublicState.WAITING_CHILDREN)
@@ -110,101 +168,156 @@ async def test_a_member_that_ended_while_it_waited_waits_again(
     (listed,) = await rows.of("listed", execution_id=uuid_of(child))
     assert (listed["public_state"], listed["at"]) == ("waiting_children", now)
     assert [row["details"] for row in await rows.events(child)][-1] == '{"branch": "normal"}'
-    flow = await planted.row(rows)
-    assert (flow["live_count"], flow["unhappy_count"], flow["derived_state"]) == (3, 0, "open")
-    assert {run.execution_id for run in await claim(engine)} == {one, other}
+    assert await states(flow) == (3, 0, "open")
+    await check(engine, connection)
+    await end(flow, one, "success")
+    assert await state(engine, child) is PublicState.WAITING_CHILDREN
+    await end(flow, other, "success")
+    row = await rows.execution(child)
+    assert vector(row) == REPLAYED
+    (run,) = await claim(engine)
+    assert (run.execution_id, run.attempt_type, run.attempt_index) == (child, "replay", 0)
+    await engine.complete(run.handle, b"done")
+    await settled(flow)
+    assert await states(flow) == (0, 0, "completed")
     await check(engine, connection)
 
 
-async def test_a_member_whose_group_is_satisfied_runs_at_once(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, planted: PlantedFlow
+async def test_a_member_whose_group_was_satisfied_runs_at_once(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow
 ) -> None:
-    one, child = await given.created(), await given.created()
-    await planted.plant(one, child)
-    await planted.block(child, one)
-    await engine.cancel_execution(execution_id=child, reason="not wanted")
-    await planted.settle()
-    await planted.resolve(child, satisfied=[one])
-    assert (await engine.replay_execution(execution_id=child)).public_state is PublicState.WAITING
-    assert (await planted.group(rows, child))["group_state"] == "satisfied"
+    one, child = await flow.members(2)
+    await flow.connect(one, child)
+    await end(flow, one, "success")
+    await end(flow, child, "failed")
+    await engine.replay_execution(execution_id=child)
+    assert vector(await rows.execution(child)) == REPLAYED
+    assert (await group(rows, child))[0] == "satisfied"
     await check(engine, connection)
 
 
-async def test_a_skipped_member_waits_for_the_upstreams_that_failed(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, planted: PlantedFlow
+async def test_a_skipped_member_runs_after_its_upstream_was_replayed(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow
 ) -> None:
-    good, bad, worse, child = [await given.created() for _ in range(4)]
-    await planted.plant(good, bad, worse, child)
-    await planted.block(child, good, bad, worse)
-    await planted.skip(child)
-    await planted.settle()
-    await planted.resolve(child, satisfied=[good], impossible=[bad, worse])
-    await connection.execute(
-        """update edge_group set cancel_siblings_pending_flag = true, cancel_siblings_pending_members = '{}',
-                  cancel_siblings_reason = 'x'"""
-    )
-    await connection.execute(
-        """insert into pending_cancel_group (partition_key, flow_id, downstream_id, enqueued_at)
-           select partition_key, flow_id, downstream_id, ff_now() from edge_group"""
-    )
+    good, bad, child = await flow.members(3)
+    for upstream in (good, bad):
+        await flow.connect(upstream, child)
+    await end(flow, good, "success")
+    await end(flow, bad, "failed")
+    assert await state(engine, child) is PublicState.SKIPPED
+    await engine.replay_execution(execution_id=bad)
+    assert await state(engine, child) is PublicState.SKIPPED
     answer = await engine.replay_execution(execution_id=child, reason="upstream is fixed")
     assert answer == Replayed(public_state=PublicState.WAITING_CHILDREN)
     row = await rows.execution(child)
-    assert (vector(row), row["blocking_detail"]) == (BLOCKED, "2 dep(s) unsatisfied after replay")
-    assert await planted.edge_states(rows, child) == {
-        uuid_of(good): ("satisfied", True),
-        uuid_of(bad): ("unsatisfied", False),
-        uuid_of(worse): ("unsatisfied", False),
-    }
-    group = await planted.group(rows, child)
-    assert (group["group_state"], group["succeeded_count"], group["failed_count"], group["skipped_count"]) == (
-        "pending",
-        1,
-        0,
-        0,
-    )
-    assert (group["cancel_siblings_pending_flag"], group["cancel_siblings_pending_members"]) == (False, None)
-    assert group["cancel_siblings_reason"] is None
-    assert await rows.of("pending_cancel_group") == []
+    assert (vector(row), row["blocking_detail"]) == (BLOCKED, "1 dep(s) unsatisfied after replay")
+    assert await edges(rows, child) == {uuid_of(good): ("satisfied", True), uuid_of(bad): ("unsatisfied", False)}
+    assert await group(rows, child) == ("pending", 1, 0, 0)
     lease, operator = (await rows.events(child))[-2:]
-    assert (lease["reason"], operator["details"]) == (
-        "skipped_flow_member",
-        '{"branch": "skipped_flow_member", "groups_reset": 1}',
-    )
-    flow = await planted.row(rows)
-    assert (flow["live_count"], flow["unhappy_count"]) == (4, 0)
+    assert lease["reason"] == "skipped_flow_member"
+    assert operator["details"] == '{"branch": "skipped_flow_member", "groups_reset": 1}'
+    assert await states(flow) == (2, 0, "open")
     assert await attempts(rows, child) == []
     await check(engine, connection)
+    await end(flow, bad, "success")
+    assert await group(rows, child) == ("satisfied", 2, 0, 0)
+    assert vector(await rows.execution(child)) == REPLAYED
+    await end(flow, child, "success")
+    assert await states(flow) == (0, 0, "completed")
+    await check(engine, connection)
+
+
+async def test_a_skipped_member_runs_at_once_if_its_upstream_has_succeeded_since(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow
+) -> None:
+    bad, child = await flow.members(2)
+    await flow.connect(bad, child)
+    await end(flow, bad, "failed")
+    await engine.replay_execution(execution_id=bad)
+    await end(flow, bad, "success")
+    assert (await group(rows, child))[0] == "impossible"
+    assert await states(flow) == (0, 0, "completed")
+    answer = await engine.replay_execution(execution_id=child)
+    assert answer == Replayed(public_state=PublicState.WAITING)
+    assert vector(await rows.execution(child)) == REPLAYED
+    assert await group(rows, child) == ("satisfied", 1, 0, 0)
+    assert await states(flow) == (1, 0, "blocked")
+    (run,) = await claim(engine)
+    assert run.execution_id == child
+    await check(engine, connection)
+
+
+@pytest.mark.parametrize(
+    "policy", [{"kind": "any_of", "on_satisfied": "let_run"}, {"kind": "quorum", "k": 2, "on_satisfied": "let_run"}]
+)
+async def test_a_skipped_member_of_another_policy_fires_again(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow, policy: dict[str, object]
+) -> None:
+    upstreams = await flow.members(3)
+    child = await flow.member()
+    await flow.policy(child, policy)
+    for upstream in upstreams:
+        await flow.connect(upstream, child)
+    for upstream in upstreams:
+        await end(flow, upstream, "failed")
+    assert await state(engine, child) is PublicState.SKIPPED
+    for upstream in upstreams[:2]:
+        await engine.replay_execution(execution_id=upstream)
+    assert (await engine.replay_execution(execution_id=child)).public_state is PublicState.WAITING_CHILDREN
+    assert await group(rows, child) == ("pending", 0, 0, 0)
+    for upstream in upstreams[:2]:
+        await end(flow, upstream, "success")
+    assert await state(engine, child) is PublicState.WAITING
+    await check(engine, connection)
+
+
+async def test_a_member_is_skipped_again_while_its_upstream_stays_failed(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow
+) -> None:
+    bad, child = await flow.members(2)
+    await flow.connect(bad, child)
+    await end(flow, bad, "failed")
+    for _ in range(2):
+        assert (await engine.replay_execution(execution_id=child)).public_state is PublicState.WAITING_CHILDREN
+        assert await states(flow) == (1, 1, "blocked")
+        await check(engine, connection)
+        await parts_of(engine).blocked.reconcile()
+        await settled(flow)
+        assert await state(engine, child) is PublicState.SKIPPED
+        assert await states(flow) == (0, 1, "failed")
+        await check(engine, connection)
 
 
 async def test_a_member_that_was_cancelled_before_its_group_became_impossible_does_not_run_without_it(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, planted: PlantedFlow
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow
 ) -> None:
-    bad, child = await given.created(), await given.created()
-    await planted.plant(bad, child)
-    await planted.block(child, bad)
-    await engine.cancel_execution(execution_id=child, reason="not wanted")
-    await planted.settle()
-    await planted.resolve(child, impossible=[bad])
+    bad, child = await flow.members(2)
+    await flow.connect(bad, child)
+    await end(flow, child, "cancelled")
+    await end(flow, bad, "failed")
+    assert (await group(rows, child))[0] == "impossible"
     answer = await engine.replay_execution(execution_id=child)
     assert answer == Replayed(public_state=PublicState.WAITING_CHILDREN)
-    assert (await planted.group(rows, child))["group_state"] == "pending"
+    assert await group(rows, child) == ("pending", 0, 0, 0)
     assert [row["details"] for row in await rows.events(child)][-1] == '{"branch": "normal"}'
+    await parts_of(engine).blocked.reconcile()
+    assert await state(engine, child) is PublicState.SKIPPED
     await check(engine, connection)
 
 
-async def test_a_pending_cancellation_of_a_member_does_not_reach_its_replay(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, planted: PlantedFlow
+async def test_a_pending_cancellation_of_a_sibling_does_not_reach_its_replay(
+    engine: Engine, rows: Rows, flow: BuiltFlow, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, sibling, child = await given.created(), await given.created(), await given.created()
-    await planted.plant(one, sibling, child)
-    await planted.block(child, one, sibling, policy="any_of")
-    await engine.cancel_execution(execution_id=sibling, reason="not wanted")
-    await planted.settle()
-    await connection.execute(
-        "update edge_group set cancel_siblings_pending_flag = true, cancel_siblings_pending_members = $1",
-        [uuid_of(one), uuid_of(sibling)],
-    )
-    await engine.replay_execution(execution_id=sibling)
-    group = await planted.group(rows, child)
-    assert [str(each) for each in group["cancel_siblings_pending_members"]] == [uuid_of(one)]
+    winner, ended, other = await flow.members(3)
+    child = await flow.member()
+    await flow.policy(child, {"kind": "any_of", "on_satisfied": "cancel_remaining"})
+    for upstream in (winner, ended, other):
+        await flow.connect(upstream, child)
+    monkeypatch.setattr(parts_of(engine).wakeups, "on_siblings", None)
+    await end(flow, winner, "success")
+    (row,) = await rows.of("edge_group")
+    assert row["cancel_siblings_pending_flag"]
+    await end(flow, ended, "cancelled")
+    await engine.replay_execution(execution_id=ended)
+    (row,) = await rows.of("edge_group")
+    assert [str(each) for each in row["cancel_siblings_pending_members"]] == [uuid_of(other)]

@@ -346,9 +346,7 @@ BY_ANYONE: dict[str, Row] = {
     "cancel_execution, a holder without a fence": whole(
         CANCEL, each(UNREVOKED, Refused("invalid_input")), CANCEL_REVOKED
     ),
-    "replay_execution": whole(
-        each(EVERY, Refused("execution_not_terminal")), NOT_FOUND, each(ENDED, REPLAYING)
-    ),
+    "replay_execution": whole(each(EVERY, Refused("execution_not_terminal")), NOT_FOUND, each(ENDED, REPLAYING)),
     "set_execution_tag": whole(each(EVERY, Moved(answer="nothing", is_transition=False)), NOT_FOUND),
     "mark_lease_expired_if_due": whole(
         each((*RUNNABLE, *ENDED), Same("not_active")),

@@ -240,7 +240,6 @@ RESUMED_PARAMETERS: Mapping[str, str] = {
 """The dimensions that every resume sets; the other two depend on whether it is delayed."""
 
 
-
 def target_parameters(target: Target) -> Mapping[str, str]:
     """The dimensions of a target, as the parameters of a statement that writes all of them."""
     return {
