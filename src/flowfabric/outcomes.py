@@ -2,6 +2,7 @@
 
 from flowfabric.model.attempt import Attempt, CurrentAttempt, Failure, FailureClass, FailureReason
 from flowfabric.model.execution import (
+    BulkResult,
     Cancelled,
     Created,
     Duplicate,
@@ -117,6 +118,7 @@ __all__ = [
     "AttemptType",
     "BackendIdentity",
     "BudgetReason",
+    "BulkResult",
     "Cancelled",
     "Capabilities",
     "ClaimGrant",

@@ -28,9 +28,10 @@ def word(answer: Any) -> str:
 
 
 async def test_of_two_replays_one_wins(
-    given: Given, rivals: Rivals, rows: Rows, connection: asyncpg.Connection
+    clock: Clock, rivals: Rivals, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     one, other = await rivals(2)
+    given = Given(one, clock)
     for nth in rounds(10, whole=100):
         execution_id = await given.completed()
         answers = await race(nth, *(engine.replay_execution(execution_id=execution_id) for engine in (one, other, one)))
@@ -40,8 +41,9 @@ async def test_of_two_replays_one_wins(
     assert await one.find_inconsistencies() == []
 
 
-async def test_a_replay_and_a_cancel_leave_what_their_answers_say(given: Given, rivals: Rivals, rows: Rows) -> None:
+async def test_a_replay_and_a_cancel_leave_what_their_answers_say(clock: Clock, rivals: Rivals, rows: Rows) -> None:
     one, other = await rivals(2)
+    given = Given(one, clock)
     seen: Counter[tuple[str, str]] = Counter()
     for nth in rounds(20, whole=200):
         execution_id = await given.failed()
@@ -61,11 +63,12 @@ async def test_a_replay_and_a_cancel_leave_what_their_answers_say(given: Given, 
     assert await one.find_inconsistencies() == []
 
 
-async def test_what_is_replayed_in_time_is_not_deleted(given: Given, rivals: Rivals, rows: Rows, clock: Clock) -> None:
+async def test_what_is_replayed_in_time_is_not_deleted(clock: Clock, rivals: Rivals, rows: Rows) -> None:
     one, other = await rivals(2)
+    given = Given(one, clock)
     for nth in rounds(10, whole=100):
         handles = [await given.claimed() for _ in range(3)]
-        await given.engine.complete_many([(handle, b"done") for handle in handles])
+        await one.complete_many([(handle, b"done") for handle in handles])
         await clock.advance(ms=DAY + 1)
         execution_id: ExecutionId = handles[nth % 3].execution_id
         replayed, _ = await race(
@@ -85,9 +88,10 @@ async def test_what_is_replayed_in_time_is_not_deleted(given: Given, rivals: Riv
 
 
 async def test_replays_of_members_and_the_ends_of_others_do_not_block_each_other(
-    given: Given, rivals: Rivals, rows: Rows
+    clock: Clock, rivals: Rivals, rows: Rows
 ) -> None:
     one, other = await rivals(2)
+    given = Given(one, clock)
     for _ in rounds(4, whole=40):
         flow = await BuiltFlow.create(given, rows)
         upstreams = await flow.members(4)

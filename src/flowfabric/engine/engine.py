@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from flowfabric.engine.bulk.matching import Matching
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.execution.cancel import Cancel
@@ -19,9 +20,9 @@ from flowfabric.engine.flow.backlog import CancelBacklog
 from flowfabric.engine.flow.blocked import Blocked
 from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.flow.cascade import Cascade
-from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.flow.ending import FlowEndings
 from flowfabric.engine.flow.graph import Graph
+from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.flow.summary import FlowSummaries
@@ -62,8 +63,7 @@ STAGE = "alpha"
 class Engine:
     """The engine on one Postgres; get one from `Engine.connect`."""
 
-    # Executions: creating, cancelling, replaying, tags, results.
-    # Executions: creating, cancelling, priorities, tags, results.
+    # Executions: creating, cancelling, replaying, priorities, tags, results.
     create_execution = operation(Submit.create_execution)
     create_many = operation(Submit.create_many)
     cancel = operation(Cancel.cancel)
@@ -74,6 +74,11 @@ class Engine:
     set_execution_tags = operation(Tags.set_execution_tags)
     get_execution_tag = operation(Tags.get_execution_tag)
     wait_for_ending = operation(Results.wait_for_ending)
+
+    # Operations on all executions that match a filter.
+    cancel_matching = operation(Matching.cancel_matching)
+    replay_matching = operation(Matching.replay_matching)
+    change_priority_matching = operation(Matching.change_priority_matching)
 
     # Flows: graphs of executions.
     submit_flow = operation(SubmitFlow.submit_flow)

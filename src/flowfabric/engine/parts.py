@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
+from flowfabric.engine.bulk.matching import Matching
 from flowfabric.engine.core.consequence import Attachment, Consequence, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.event.feed import Feeds
@@ -24,9 +25,9 @@ from flowfabric.engine.flow.backlog import CancelBacklog
 from flowfabric.engine.flow.blocked import Blocked
 from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.flow.cascade import Cascade
-from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.flow.ending import FlowEndings
 from flowfabric.engine.flow.graph import Graph
+from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.flow.resolve import Resolver
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.submit import SubmitFlow
@@ -160,6 +161,8 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Flows, Listing, Counting, Consistency):
             services.add(kind(store))
+        changes = (self.cancel_many, services[Replays], services[Priority])
+        services.add(Matching(services[Listing], services[View], *changes))
         waits = (self.tails, feeds, flow_cancel, flow_endings)
         drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
         cascades = (flow_cancel, self.cascade, self.siblings)

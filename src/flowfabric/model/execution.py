@@ -79,6 +79,19 @@ class Changed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BulkResult:
+    """What an operation on all matching executions did."""
+
+    matched: int
+    """How many executions matched."""
+    changed: int
+    """How many of them were changed; 0 in a dry run."""
+    refused: Mapping[str, int]
+    """How many were refused, by the code of the refusal."""
+    is_dry_run: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
     """How an execution ended: its outcome, with the result if it succeeded and the reason if it did not."""
 

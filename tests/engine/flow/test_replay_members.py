@@ -1,5 +1,7 @@
 """Replaying members of flows: what they wait for, and how the flow counts them."""
 
+from typing import Any
+
 import asyncpg
 import pytest
 
@@ -38,7 +40,7 @@ async def end(flow: BuiltFlow, execution_id: ExecutionId, outcome: str) -> None:
         row = await engine.read_execution_info(execution_id)
         assert row is not None
         await engine.issue_grant_and_claim(execution_id=execution_id, lane_id=row.lane_id, lease_duration_ms=30_000)
-        named = {"execution_id": execution_id, "source": "operator_override"}
+        named: dict[str, Any] = {"execution_id": execution_id, "source": "operator_override"}
         if outcome == "failed":
             await engine.fail_execution(**named, failure_reason="no luck", failure_category="permanent")
         else:

@@ -134,7 +134,7 @@ class Replays:
         if locked.lifecycle_phase != "terminal":
             raise error(
                 "execution_not_terminal",
-                f"execution {request.execution_id} is {locked.lifecycle_phase}; only one that has ended can be replayed",
+                f"execution {request.execution_id} is {locked.lifecycle_phase}; only ended ones are replayed",
             )
         (ended,) = await transaction.fetch(SQL.read_ended, **request.key)
         policy = read_stored_policy(ended["policy"]) or _DEFAULTS
@@ -188,8 +188,8 @@ class Replays:
     async def _group(transaction: Transaction, request: _Request, ended: Record, *, is_skipped: bool) -> _Group:
         """Reset the dependencies of a member that were impossible, and return what it waits for.
 
-        A member that was cancelled before its dependencies became impossible is treated like a skipped one: otherwise it
-        would run without them.
+        A member that was cancelled before its dependencies became impossible is treated like a skipped one, as it would
+        run without them otherwise.
         """
         if ended["group_state"] == "impossible" or (is_skipped and ended["group_state"] is not None):
             (row,) = await transaction.fetch(SQL.reset_group, **request.key, flow_id=request.flow_id)

@@ -1,11 +1,28 @@
 """Checks of the filters of lists and counts: each accepts one value, several, or None for any."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
+from uuid import UUID
 
 from flowfabric.model.errors import error
 from flowfabric.model.ids import LaneId, check_lane_id
 from flowfabric.model.states import PublicState
 from flowfabric.model.text import check_items, check_text, shown, word_of
+
+
+class ExecutionFilters(TypedDict, total=False):
+    """The filters of lists of executions."""
+
+    namespace: str | Iterable[str] | None
+    lane_id: str | Iterable[str] | None
+    public_state: PublicState | str | Iterable[PublicState | str] | None
+    execution_kind: str | Iterable[str] | None
+    tag: tuple[str, str] | None
+    flow_id: UUID | str | None
+    created_after: int | None
+    created_before: int | None
+    completed_after: int | None
+    completed_before: int | None
 
 
 def several(value: object, field: str) -> Sequence[object]:
