@@ -112,6 +112,8 @@ async def test_every_statement_that_writes_events_has_a_transaction_id_before(
     }
     await engine.submit_flow(flow_kind="dag", namespace="tests", nodes=[{"name": "only", **member}])
 
+    await engine.replay_execution(execution_id=runs[0].execution_id)
+
     queries = await checked.fetch("select distinct query from test_writer")
     assert {match[1] for row in queries if (match := re.match(r"/\* (\w+) \*/", row["query"]))} == WRITERS
 
