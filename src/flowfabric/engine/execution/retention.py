@@ -5,7 +5,7 @@ from uuid import UUID
 
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.core.quarantine import MAX_SKIPPED, Quarantine
 from flowfabric.engine.core.sweep import BatchSize, SweepResult
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
@@ -117,25 +117,26 @@ class Retention:
             ((until,),) = await self._store.fetch(SQL.read_retained_end, since=since, size=WINDOW)
             if until is None:
                 break
+            tried: list[UUID] = []
             while trimmed < batch_size:
                 wanted = batch_size - trimmed
                 found = await self._store.fetch(
                     SQL.list_trimmable,
                     since=since,
                     until=until,
+                    skipped=tried,
                     retention_ms=retention_ms,
                     namespace=None if filter is None else filter.namespace,
                     tag_key=None if filter is None or filter.instance_tag is None else filter.instance_tag[0],
                     tag_value=None if filter is None or filter.instance_tag is None else filter.instance_tag[1],
                     limit=wanted,
                 )
-                done = await self._trim_found(found, since)
-                trimmed += done
-                if len(found) < wanted:
+                trimmed += await self._trim_found(found, since)
+                # Those that could not be deleted, because they are locked, for example, are not tried again.
+                tried += (row["execution_id"] for row in found)
+                if len(found) < wanted or len(tried) > MAX_SKIPPED:
                     since = until
                     break
-                # Those that could not be deleted are not tried again in this call.
-                since = found[-1]["retain_until"] - (1 if done else 0)
         return trimmed
 
     async def _trim_found(self, found: Sequence[Record], since: int) -> int:

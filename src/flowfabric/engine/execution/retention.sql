@@ -201,7 +201,8 @@ select max(retain_until) as until
 
 -- name: list_trimmable
 -- The ended executions whose row of retained is due after :since and up to :until, which ended at least :retention_ms or their own
--- retention ago, and which have the given namespace and tag, except held members of flows; in the order in which they are due.
+-- retention ago, and which have the given namespace and tag, except :skipped and members of flows that are not settled; in the order in
+-- which they are due.
 select r.retain_until, r.partition_key, m.execution_id
   from (select ff_now() as now offset 0) c
  cross join lateral (
@@ -215,7 +216,8 @@ select r.retain_until, r.partition_key, m.execution_id
         where e.partition_key = r.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
           and e.last_transition_at = r.ended_at
           and e.last_transition_at + coalesce(e.retention_ms, :retention_ms) <= c.now limit 1) e
- where (:namespace::text is null or exists (
+ where m.execution_id <> all(:skipped::uuid[])
+   and (:namespace::text is null or exists (
          select from namespace n where n.namespace_no = e.namespace_no and n.namespace = :namespace))
    and (:tag_key::text is null or (e.has_tags and exists (
          select from execution_tag t
