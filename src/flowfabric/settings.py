@@ -27,6 +27,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from flowfabric.db.address import check_url
 from flowfabric.db.migrate import check_schema_name
 from flowfabric.model.errors import EngineError
+from flowfabric.model.flow import MAX_CANCEL_GRACE_MS
 from flowfabric.model.ids import MAX_PARTITION_COUNT, check_lane_id
 from flowfabric.model.key import check_secret
 from flowfabric.model.text import did_you_mean
@@ -95,7 +96,13 @@ class SettingsFields(TypedDict, total=False):
     execution_deadline_interval_s: int
     suspension_timeout_interval_s: int
     pending_wp_expiry_interval_s: int
+    dependency_reconciler_interval_s: int
+    edge_cancel_dispatcher_interval_s: int
+    edge_cancel_reconciler_interval_s: int
+    flow_projector_interval_s: int
     retention_trimmer_interval_s: int
+    cancel_reconciler_interval_s: int
+    cancel_grace_ms: int
 
 
 class Settings(BaseSettings):
@@ -134,7 +141,13 @@ class Settings(BaseSettings):
     execution_deadline_interval_s: Count = 5
     suspension_timeout_interval_s: Count = 2
     pending_wp_expiry_interval_s: Count = 5
+    dependency_reconciler_interval_s: Count = 15
+    edge_cancel_dispatcher_interval_s: Count = 1
+    edge_cancel_reconciler_interval_s: Count = 10
+    flow_projector_interval_s: Count = 15
     retention_trimmer_interval_s: Count = 60
+    cancel_reconciler_interval_s: Count = 15
+    cancel_grace_ms: Annotated[int, Field(ge=0, le=MAX_CANCEL_GRACE_MS)] = 30_000
 
     def __init__(self, **given: Unpack[SettingsFields]) -> None:
         """Read settings that are not given from the environment; log a warning for unknown FF_ variables."""

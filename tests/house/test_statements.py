@@ -11,6 +11,7 @@ import pytest
 from flowfabric.db.session import connect, session_settings
 from flowfabric.db.statements import Statement, Statements
 from flowfabric.engine.core.transition import (
+    BLOCKED_BY_DEPENDENCIES,
     CLAIM_PARAMETERS,
     ESCALATED,
     PROMOTED,
@@ -32,7 +33,7 @@ VECTOR = (
     "attempt_state",
 )
 
-CREATES = {"insert_executions", "insert_alike", "insert_alike_of_instances"}
+CREATES = {"insert_executions", "insert_alike", "insert_alike_of_instances", "insert_members"}
 MOVES = {
     "claim_by_route",
     "claim_by_queue",
@@ -42,6 +43,10 @@ MOVES = {
     "promote_delayed",
     "resume_locked",
     "escalate_locked",
+    "settle_entries",
+    "resolve_edges",
+    "promote_blocked",
+    "block_by_dependencies",
 }
 """The only statements that write the state of an execution."""
 
@@ -189,6 +194,7 @@ def test_a_transition_writes_no_literal_state() -> None:
         ("complete_leases", completion_parameters()),
         ("promote_delayed", PROMOTED),
         ("escalate_locked", ESCALATED),
+        ("block_by_dependencies", BLOCKED_BY_DEPENDENCIES),
     ],
 )
 def test_a_transition_takes_every_target_column_as_a_parameter(name: str, parameters: dict[str, object]) -> None:
@@ -218,6 +224,7 @@ KINDS = {
     "insert_deliveries": {EventKind.SIGNAL},
     "insert_alike_of_instances": {EventKind.TAG_ATTACHED},
     "insert_executions": {EventKind.TAG_ATTACHED},
+    "insert_members": {EventKind.TAG_ATTACHED},
 }
 """The kinds of events that statements write; resume_locked and set_tags take the kind from a parameter or a list."""
 

@@ -713,7 +713,7 @@ create table event_default partition of event DEFAULT;
 
 CREATE INDEX cancel_backlog_due ON cancel_backlog USING btree (grace_until);
 
-CREATE INDEX cascade_entry_age ON cascade_entry USING btree (event_id);
+CREATE INDEX cascade_entry_age ON cascade_entry USING btree (queued_at);
 
 CREATE INDEX claim_due ON claim USING btree (expires_at);
 

@@ -9,12 +9,22 @@ from typing import TYPE_CHECKING
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.execution.cancel import Cancel
+from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.execution.retention import Retention
 from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.flow.backlog import CancelBacklog
+from flowfabric.engine.flow.blocked import Blocked
+from flowfabric.engine.flow.cancel import FlowCancel
+from flowfabric.engine.flow.cascade import Cascade
+from flowfabric.engine.flow.ending import FlowEndings
+from flowfabric.engine.flow.graph import Graph
+from flowfabric.engine.flow.siblings import Siblings
+from flowfabric.engine.flow.submit import SubmitFlow
+from flowfabric.engine.flow.summary import FlowSummaries
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
@@ -23,12 +33,14 @@ from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.lease.grant import Grants
 from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
+from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
 from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
+from flowfabric.engine.read.flows import Flows
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
 from flowfabric.engine.stream.append import Streams
@@ -51,15 +63,20 @@ class Engine:
     """The engine on one Postgres; get one from `Engine.connect`."""
 
     # Executions: creating, cancelling, tags, results, deleting.
+    # Executions: creating, cancelling, priorities, tags, results.
     create_execution = operation(Submit.create_execution)
     create_many = operation(Submit.create_many)
     cancel = operation(Cancel.cancel)
     cancel_execution = operation(Cancel.cancel_execution)
+    change_priority = operation(Priority.change_priority)
     set_execution_tag = operation(Tags.set_execution_tag)
     set_execution_tags = operation(Tags.set_execution_tags)
     get_execution_tag = operation(Tags.get_execution_tag)
     wait_for_ending = operation(Results.wait_for_ending)
     trim_retention = operation(Retention.trim_retention)
+
+    # Flows: graphs of executions.
+    submit_flow = operation(SubmitFlow.submit_flow)
 
     # Claims: from the queues, by grant, by id.
     claim = operation(Claim.claim)
@@ -72,13 +89,14 @@ class Engine:
     claim_from_resume_grant = operation(NamedClaims.claim_from_resume_grant)
     issue_grant_and_claim = operation(NamedClaims.issue_grant_and_claim)
 
-    # Leases: renewing, expiring, reclaiming.
+    # Leases: renewing, expiring, revoking, reclaiming.
     renew = operation(Renewals.renew)
     renew_many = operation(Renewals.renew_many)
     renew_lease = operation(Renewals.renew_lease)
     progress = operation(Renewals.progress)
     mark_lease_expired_if_due = operation(LeaseExpiry.mark_lease_expired_if_due)
     list_expired_leases = operation(LeaseExpiry.list_expired_leases)
+    revoke_lease = operation(Revoke.revoke_lease)
     issue_reclaim_grant = operation(Reclaim.issue_reclaim_grant)
     reclaim_execution = operation(Reclaim.reclaim_execution)
 
@@ -107,6 +125,32 @@ class Engine:
     observe_signals = operation(Signals.observe_signals)
     resume_execution = operation(Resumes.resume_execution)
     expire_suspension = operation(SuspensionTimeouts.expire_suspension)
+
+    # Flows: the cascade.
+    cascade_completion = operation(Cascade.cascade_completion)
+    resolve_dependency = operation(Blocked.resolve_dependency)
+    promote_blocked_to_eligible = operation(Blocked.promote_blocked_to_eligible)
+    drain_sibling_cancel_group = operation(Siblings.drain_sibling_cancel_group)
+    reconcile_sibling_cancel_group = operation(Siblings.reconcile_sibling_cancel_group)
+    # Flows: cancelling.
+    cancel_flow = operation(FlowCancel.cancel_flow)
+    cancel_flow_header = operation(FlowCancel.cancel_flow_header)
+    ack_cancel_member = operation(CancelBacklog.ack_cancel_member)
+    # Flows: graphs of executions.
+    create_flow = operation(Graph.create_flow)
+    add_execution_to_flow = operation(Graph.add_execution_to_flow)
+    set_edge_group_policy = operation(Graph.set_edge_group_policy)
+    stage_dependency_edge = operation(Graph.stage_dependency_edge)
+    apply_dependency_to_child = operation(Graph.apply_dependency_to_child)
+    describe_flow = operation(Flows.describe_flow)
+    describe_edge = operation(Flows.describe_edge)
+    list_edges = operation(Flows.list_edges)
+    evaluate_flow_eligibility = operation(Flows.evaluate_flow_eligibility)
+
+    # Flows: summaries and ends.
+    project_flow_summary = operation(FlowSummaries.project_flow_summary)
+    read_flow_summary = operation(FlowSummaries.read_flow_summary)
+    wait_for_flow = operation(FlowEndings.wait_for_flow)
 
     # Streams: frames and summaries.
     append_frame = operation(Streams.append_frame)

@@ -23,6 +23,7 @@ from flowfabric.db.unreachable import Unreachable
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.event.origin import keep_origin
 from flowfabric.engine.execution.results import Results
+from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.store import SQL, Rules, Store, error_of
 from flowfabric.model.errors import EngineError, TransportError, error, reason_of
@@ -298,10 +299,16 @@ class Shutdown:
     """Ends waits and drains the calls in progress before a process stops or the engine closes."""
 
     def __init__(
-        self, claims: Claim, results: Results, waits: Sequence[Waits], drains: Sequence[Callable[[], Awaitable[None]]]
+        self,
+        claims: Claim,
+        results: Results,
+        flow_cancel: FlowCancel,
+        waits: Sequence[Waits],
+        drains: Sequence[Callable[[], Awaitable[None]]],
     ) -> None:
         self._claims = claims
         self._results = results
+        self._flow_cancel = flow_cancel
         self._waits = waits
         self._drains = drains
 
@@ -325,10 +332,14 @@ class Shutdown:
             raise error("timeout", {"op": "shutdown_prepare", "elapsed_ms": elapsed_ms}) from None
 
     async def close(self) -> None:
-        """End waits and finish the calls in progress; abandon those that take longer than DRAIN_SECONDS."""
+        """End waits and finish the calls in progress; abandon those that take longer than DRAIN_SECONDS.
+
+        Members of cancelled flows that this engine is cancelling get more time.
+        """
         for each in self._waits:
             each.refuse()
         await self._results.close()
+        await self._flow_cancel.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
                 for drain in (self._claims.drain, *self._drains):

@@ -9,7 +9,9 @@ from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.event.partitions import EventPartitions
 from flowfabric.engine.execution.cancel import Cancel
+from flowfabric.engine.execution.cancel_many import CancelMany
 from flowfabric.engine.execution.create import Create
+from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.execution.retention import Retention
 from flowfabric.engine.execution.submit import Submit
@@ -19,6 +21,16 @@ from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
 from flowfabric.engine.flow.retention import FlowRetention
+from flowfabric.engine.flow.backlog import CancelBacklog
+from flowfabric.engine.flow.blocked import Blocked
+from flowfabric.engine.flow.cancel import FlowCancel
+from flowfabric.engine.flow.cascade import Cascade
+from flowfabric.engine.flow.ending import FlowEndings
+from flowfabric.engine.flow.graph import Graph
+from flowfabric.engine.flow.resolve import Resolver
+from flowfabric.engine.flow.siblings import Siblings
+from flowfabric.engine.flow.submit import SubmitFlow
+from flowfabric.engine.flow.summary import FlowSummaries
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -28,11 +40,13 @@ from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.lease.grant import Grants, delete_grants
 from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
+from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
 from flowfabric.engine.operation import Services
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
+from flowfabric.engine.read.flows import Flows
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
 from flowfabric.engine.store import Store
@@ -73,6 +87,8 @@ class Parts:
 
         submit = services.add(Submit(Create(store), store, patience_ms=settings.submit_patience_ms))
         services.add(Cancel(store, lease_ends))
+        self.cancel_many = services.add(CancelMany(store, lease_ends))
+        services.add(Priority(store))
         services.add(Tags(store))
         results = services.add(Results(store))
 
@@ -85,6 +101,7 @@ class Parts:
         grants = services.add(Grants(store, keys, self.catch_up, finish))
         named_claims = services.add(NamedClaims(store, keys))
         services.add(Reclaim(store, grants, named_claims, lease_ends))
+        services.add(Revoke(store, lease_ends))
 
         services.add(Waitpoints(store, keys, self.lease_expiry))
         suspend = services.add(Suspend(store, keys, lease_ends, self.lease_expiry))
@@ -102,7 +119,27 @@ class Parts:
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
         self.flow_retention = services.add(FlowRetention(store))
+
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
+
+        resolver = Resolver(store, lease_ends)
+        services.add(Graph(store, resolver))
+        services.add(SubmitFlow(store, patience_ms=settings.submit_patience_ms))
+        self.cascade = services.add(Cascade(store, resolver))
+        self.blocked = services.add(Blocked(store, resolver, self.cascade))
+        self.siblings = services.add(Siblings(store, self.cancel_many))
+        self.cancel_backlog = services.add(
+            CancelBacklog(store, self.cancel_many, Quarantine(settings.cancel_reconciler_interval_s))
+        )
+        flow_cancel = services.add(FlowCancel(store, self.cancel_backlog, grace_ms=settings.cancel_grace_ms))
+        self.flow_summaries = services.add(
+            FlowSummaries(
+                store,
+                Quarantine(settings.flow_projector_interval_s),
+                interval_ms=settings.flow_projector_interval_s * 1000,
+            )
+        )
+        flow_endings = services.add(FlowEndings(store))
 
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)
@@ -121,11 +158,13 @@ class Parts:
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))
         self.identities = services.add(Identities(store))
-        for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
+        for kind in (Lanes, View, Explain, Flows, Listing, Counting, Consistency):
             services.add(kind(store))
-        waits = (self.tails, feeds)
-        drained = (*waits, submit, self.signals, suspend, self.streams, lease_ends, renewals)
-        self.shutdown = services.add(Shutdown(claims, results, waits, [service.drain for service in drained]))
+        waits = (self.tails, feeds, flow_cancel, flow_endings)
+        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
+        cascades = (flow_cancel, self.cascade, self.siblings)
+        drains = [flow_endings.close, *(service.drain for service in (*drained, *cascades))]
+        self.shutdown = services.add(Shutdown(claims, results, flow_cancel, waits, drains))
 
     @property
     def store(self) -> Store:

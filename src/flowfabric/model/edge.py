@@ -255,3 +255,21 @@ class EdgeGroupSnapshot:
     skipped_count: int
     running_count: int
     group_state: GroupState
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """Selects the edges that leave an execution."""
+
+    from_node: ExecutionId | str
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Selects the edges that lead to an execution."""
+
+    to_node: ExecutionId | str
+
+
+EdgeSelector: TypeAlias = Outgoing | Incoming
+"""Which edges `list_edges` returns."""

@@ -65,6 +65,13 @@ class Cancelled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Changed:
+    """The execution has the new priority."""
+
+    execution_id: ExecutionId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
     """How an execution ended: its outcome, with the result if it succeeded and the reason if it did not."""
 

@@ -8,8 +8,11 @@ from typing import TypeAlias
 import msgspec
 
 from flowfabric.model.edge import SUCCESS_ONLY, EdgeGroupSnapshot
+from flowfabric.model.errors import error
 from flowfabric.model.ids import EdgeId, ExecutionId, FlowId, Namespace
 from flowfabric.model.policy import ExecutionPolicy
+from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.text import shown, word_of
 
 MAX_NODES, MAX_EDGES = 50_000, 250_000
 """How many nodes and edges `submit_flow` takes in one call."""
@@ -46,8 +49,66 @@ class CancellationPolicy(StrEnum):
     """Which members the cancellation of a flow cancels."""
 
     FLOW_ONLY = "flow_only"
+    """None: only the graph is closed."""
     CANCEL_ALL = "cancel_all"
+    """All that have not ended."""
     CANCEL_PENDING = "cancel_pending"
+    """Those that no worker has begun or that wait to continue; active and suspended members run on."""
+
+
+MAX_CANCEL_GRACE_MS = 2**53 - 1
+
+
+def parse_cancellation_policy(value: object) -> CancellationPolicy:
+    """Return a caller's cancellation policy."""
+    policy = CancellationPolicy.FLOW_ONLY if value == "cancel_flow_only" else word_of(CancellationPolicy, value)
+    if policy is None:
+        raise error(
+            "invalid_input", f"cancellation_policy: expected one of {', '.join(CancellationPolicy)}, got {shown(value)}"
+        )
+    return policy
+
+
+def covers(policy: CancellationPolicy, lifecycle_phase: str) -> bool:
+    """Whether a cancellation by this policy cancels a member in this phase."""
+    match policy:
+        case CancellationPolicy.FLOW_ONLY:
+            return False
+        case CancellationPolicy.CANCEL_ALL:
+            return lifecycle_phase != LifecyclePhase.TERMINAL
+        case CancellationPolicy.CANCEL_PENDING:
+            return lifecycle_phase in (LifecyclePhase.SUBMITTED, LifecyclePhase.RUNNABLE)
+
+
+def check_cancel_grace(value: object) -> int:
+    """Return the milliseconds after which a sweep cancels the members that were not cancelled yet."""
+    if type(value) is not int or not 0 <= value <= MAX_CANCEL_GRACE_MS:
+        raise error(
+            "invalid_grace_ms", f"grace_ms: must be a whole number from 0 to {MAX_CANCEL_GRACE_MS}, got {shown(value)}"
+        )
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class NoWait:
+    """Return once the flow is cancelled; its members are cancelled in the background."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitTimeout:
+    """Return when the members that the policy covers have ended, or raise `timeout` after this time."""
+
+    ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitIndefinite:
+    """Return when the members that the policy covers have ended, or raise `timeout` after 300 seconds."""
+
+
+NO_WAIT = NoWait()
+CancelWait: TypeAlias = NoWait | WaitTimeout | WaitIndefinite
+"""Whether `cancel_flow` waits for the members that it cancels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +154,7 @@ class FlowHeaderCancelled:
 
     cancellation_policy: CancellationPolicy
     member_execution_ids: Sequence[ExecutionId]
+    """All members of the flow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +176,11 @@ class FlowCancelled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CancellationScheduled:
-    """The flow is cancelled, and its members are being cancelled in the background."""
+    """The flow is cancelled, and its members that the policy covers are being cancelled in the background."""
 
     cancellation_policy: CancellationPolicy
     member_count: int
+    """How many members the policy covers; `member_execution_ids` has all members."""
     member_execution_ids: Sequence[ExecutionId]
 
 

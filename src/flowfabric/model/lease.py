@@ -95,6 +95,14 @@ class AlreadySatisfied:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Revoked:
+    """The lease was taken from its holder; the next claim takes the execution over."""
+
+    lease_id: LeaseId
+    lease_epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Marked:
     """The lease is marked as expired, or the worker as dead."""
 

@@ -64,7 +64,7 @@ class ClosedReason(StrEnum):
     RECLAIMED = "reclaimed"
     DEPENDENCY_IMPOSSIBLE = "dependency_impossible"
     ATTEMPT_INTERRUPTED = "attempt_interrupted"
-    """Reserved."""
+    """An operator revoked the lease."""
 
 
 class TailVisibility(StrEnum):

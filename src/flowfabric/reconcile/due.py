@@ -8,6 +8,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.engine.fleet.identities import memory_ms
+from flowfabric.engine.flow.cascade import LEFT_OVER_MS
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import TransportError, TransportKind
 
@@ -34,6 +35,10 @@ class Due:
     has_silent_sessions: bool
     has_expired_waitpoints: bool
     has_due_streams: bool
+    has_cascade_entries: bool
+    has_pending_groups: bool
+    has_due_cancellations: bool
+    has_due_flows: bool
     next_due_in_ms: int | None
 
 
@@ -54,6 +59,7 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
             ahead_ms=AHEAD_MS,
             grant_memory_ms=GRANT_MEMORY_MS,
             identity_memory_ms=memory_ms(store.rules),
+            left_over_ms=LEFT_OVER_MS,
             silent_ms=store.database.limits.silent_ms,
             sample=SAMPLE + sum(len(each.skipped()) for each in quarantines),
         )
@@ -82,5 +88,9 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         has_silent_sessions=row["has_silent_sessions"],
         has_expired_waitpoints=row["has_expired_waitpoints"],
         has_due_streams=row["has_due_streams"],
+        has_cascade_entries=row["oldest_entry_at"] is not None,
+        has_pending_groups=row["has_pending_groups"],
+        has_due_cancellations=row["has_due_cancellations"],
+        has_due_flows=row["has_due_flows"],
         next_due_in_ms=row["next_due_in_ms"],
     )

@@ -18,6 +18,13 @@ claims as materialized (
          select r.expires_at from claim r
           where r.expires_at > :due_since and r.expires_at <= c.now
           order by r.expires_at limit :sample) r
+),
+-- An entry of the cascade is due when the process that queued it has had time to settle it.
+entry as materialized (
+  select min(e.queued_at) as queued_at
+    from (select e.queued_at from cascade_entry e
+           where e.queued_at > :due_since - :left_over_ms::bigint and e.queued_at <= (select now from clock) - :left_over_ms
+           order by e.queued_at limit 1) e
 )
 select (select count(*) from claims) as expired_claims,
        count(*) filter (where d.kind = 'delay') as elapsed_delays,
@@ -29,6 +36,9 @@ select (select count(*) from claims) as expired_claims,
        exists (select from waitpoint
                 where activated_at is null and closed_at is null and expires_at <= (select now from clock)) as has_expired_waitpoints,
        exists (select from stream where sweep_at <= (select now from clock)) as has_due_streams,
+       exists (select from pending_cancel_group where enqueued_at <= (select now from clock)) as has_pending_groups,
+       exists (select from cancel_backlog where grace_until <= (select now from clock)) as has_due_cancellations,
+       exists (select from flow where project_at <= (select now from clock)) as has_due_flows,
        exists (select from claim_grant
                 where expires_at <= (select now from clock) - :grant_memory_ms::bigint) as has_old_grants,
        exists (select from worker where lapses_at < (select now from clock)) as has_expired_workers,
@@ -44,7 +54,8 @@ select (select count(*) from claims) as expired_claims,
                   order by t.due_at limit 1) t),
          (select min(r.expires_at) from claim r
            where r.expires_at > (select now from clock) and r.expires_at <= (select now from clock) + :ahead_ms)) - c.now as next_due_in_ms,
-       least(min(d.due_at), (select min(expires_at) from claims), c.now) as oldest_due_at, c.now,
+       (select queued_at from entry) as oldest_entry_at,
+       least(min(d.due_at), (select min(expires_at) from claims), (select queued_at + :left_over_ms from entry), c.now) as oldest_due_at, c.now,
        (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000)::bigint as took_ms
   from clock c left join due d on true
  group by c.now;

@@ -9,6 +9,7 @@ from flowfabric.engine.event import partitions
 from flowfabric.engine.execution import retention
 from flowfabric.engine.fleet import identities, sessions, workers
 from flowfabric.engine.flow import retention as flow_retention
+from flowfabric.engine.flow import backlog, blocked, cascade, siblings, summary
 from flowfabric.engine.lease import expire
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.stream import expire as streams
@@ -107,6 +108,50 @@ SWEEPS = (
         every=lambda settings: _seconds(settings.pending_wp_expiry_interval_s),
         batch=timeout.WAITPOINT_LIMIT,
         is_due=lambda due: due.has_expired_waitpoints,
+    ),
+    Sweep(
+        "cascade",
+        lambda parts: parts.cascade.settle_left_over(since=parts.store.due_watermark.since - cascade.LEFT_OVER_MS),
+        every=lambda _: _seconds(1),
+        batch=cascade.ENTRY_LIMIT,
+        is_due=lambda due: due.has_cascade_entries,
+        is_woken_by_timers=True,
+    ),
+    Sweep(
+        "dependency_reconciler",
+        lambda parts: parts.blocked.reconcile(),
+        every=lambda settings: _seconds(settings.dependency_reconciler_interval_s),
+        batch=blocked.BLOCKED_LIMIT,
+        is_due=_always,
+    ),
+    Sweep(
+        "edge_cancel_dispatcher",
+        lambda parts: parts.siblings.dispatch(),
+        every=lambda settings: _seconds(settings.edge_cancel_dispatcher_interval_s),
+        batch=siblings.GROUP_LIMIT,
+        is_due=lambda due: due.has_pending_groups,
+    ),
+    Sweep(
+        "edge_cancel_reconciler",
+        lambda parts: parts.siblings.reconcile(),
+        every=lambda settings: _seconds(settings.edge_cancel_reconciler_interval_s),
+        batch=siblings.GROUP_LIMIT,
+        is_due=lambda due: due.has_pending_groups,
+    ),
+    Sweep(
+        "cancel_reconciler",
+        lambda parts: parts.cancel_backlog.reconcile_due(),
+        every=lambda settings: _seconds(settings.cancel_reconciler_interval_s),
+        batch=backlog.SWEEP_LIMIT,
+        is_due=lambda due: due.has_due_cancellations,
+    ),
+    Sweep(
+        "flow_projector",
+        lambda parts: parts.flow_summaries.project_due(),
+        every=lambda settings: _seconds(settings.flow_projector_interval_s),
+        batch=summary.FLOW_LIMIT,
+        is_due=lambda due: due.has_due_flows,
+        is_gentle=True,
     ),
     Sweep(
         "retention_trimmer",

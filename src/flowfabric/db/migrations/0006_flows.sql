@@ -134,7 +134,7 @@ create table cascade_entry (
   has_left_edges boolean not null default false,
   constraint cascade_entry_pkey primary key (partition_key, event_id)
 );
-create index cascade_entry_age on cascade_entry (event_id);
+create index cascade_entry_age on cascade_entry (queued_at);
 
 -- The members that a cancelled flow still has to cancel.
 create table cancel_backlog (

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import IntFlag
 from typing import Any
 
+import msgspec
+
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
@@ -14,7 +16,7 @@ from flowfabric.db.statements import short_columns, statements_beside
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
 from flowfabric.engine.core.row import DONE, Verdict, lock_execution, verdict_of
 from flowfabric.engine.core.transition import MOVES, Move, completion_parameters, release_parameters
-from flowfabric.engine.core.wakeups import LostLease, LostReason, Work
+from flowfabric.engine.core.wakeups import CascadeKey, LostLease, LostReason, Work
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.event import EventFamily
@@ -198,16 +200,17 @@ class LeaseEnds:
         lost: list[LostLease] = []
         work: list[Work] = []
         streams: list[ExecutionId] = []
-        has_ended = has_lease_events = has_ended_members = False
+        entries: list[CascadeKey] = []
+        has_ended = has_lease_events = False
         for end, verdict in zip(ends, verdicts, strict=True):
             if verdict is DONE:
                 has_ended = has_lease_events = True
             elif isinstance(verdict, Verdict):
                 if verdict.is_done:
                     has_lease_events = True
-                    is_ended = MOVES[end.move].target.phase is LifecyclePhase.TERMINAL
-                    has_ended = has_ended or is_ended
-                    has_ended_members = has_ended_members or (is_ended and verdict.is_member)
+                    has_ended = has_ended or MOVES[end.move].target.phase is LifecyclePhase.TERMINAL
+                    if verdict.entry is not None:
+                        entries.append(verdict.entry)
                 if verdict.delay_ms is not None:
                     wakeups.timer(verdict.delay_ms)
                 elif verdict.work is not None:
@@ -226,8 +229,8 @@ class LeaseEnds:
             wakeups.work(work)
         if has_ended:
             wakeups.ended()
-        if has_ended_members:
-            wakeups.members_ended()
+        if entries:
+            wakeups.members_ended(entries)
         if has_lease_events:
             wakeups.events(EventFamily.LEASE)
         if streams:
@@ -279,8 +282,10 @@ class LeaseEnds:
         if completed:
             self._store.wakeups.ended()
             self._store.wakeups.events(EventFamily.LEASE)
-            if row["has_members"]:
-                self._store.wakeups.members_ended()
+            if row["event_ids"]:
+                self._store.wakeups.members_ended(
+                    [CascadeKey(*key) for key in zip(row["entry_partitions"], row["event_ids"], strict=True)]
+                )
         return completed
 
     async def _end_each(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked | Exception]:
@@ -327,6 +332,7 @@ class LeaseEnds:
     def _judge(ends: Sequence[LeaseEnd], rows: Sequence[Record]) -> list[Verdict | Locked]:
         verdicts: list[Verdict | Locked] = [DONE] * len(ends)
         ended = 0
+        entries: dict[str, CascadeKey] = {}
         for row in rows:
             (
                 nth,
@@ -340,10 +346,11 @@ class LeaseEnds:
                 place,
                 lease_epoch,
                 attached,
-                is_member,
-                _,
+                found,
             ) = row
-            if nth == 0:
+            if nth is None:
+                entries[found[1:-1]] = CascadeKey(delay_until, count)
+            elif nth == 0:
                 ended = count
             elif code is None:
                 verdicts[nth - 1] = LOCKED
@@ -356,12 +363,17 @@ class LeaseEnds:
                     work=work,
                     lease_epoch=lease_epoch,
                     attached=attached,
-                    is_member=is_member,
                 )
             else:
                 verdicts[nth - 1] = verdict_of(row)
-        if ended + len(rows) - 1 != len(ends):
-            raise error("internal", f"end_leases: {len(ends)} items given, {ended + len(rows) - 1} verdicts returned")
+        answered = ended + len(rows) - 1 - len(entries)
+        if answered != len(ends):
+            raise error("internal", f"end_leases: {len(ends)} items given, {answered} verdicts returned")
+        if entries:
+            for at, end in enumerate(ends):
+                verdict = verdicts[at]
+                if isinstance(verdict, Verdict) and (entry := entries.get(end.execution_id[UUID_PART])) is not None:
+                    verdicts[at] = msgspec.structs.replace(verdict, entry=entry)
         return verdicts
 
     def _columns(

@@ -1,7 +1,8 @@
 -- name: end_leases
 -- Ends leases, and executions without a lease, each item by its own move (engine/core/transition.py). A move may end the
 -- execution, or only park its attempt: the attempt gives up its lease, and a later claim continues it. Returns one row (nth 0)
--- with the number of executions that ended and had no attachment and no flow, and one row for each other item. The verdict is decided on the
+-- with the number of executions that ended and had no attachment, one row for each other item, and one row (nth null) for each entry
+-- that the cascade has to settle. The verdict is decided on the
 -- locked row; it is null if the row is absent or locked by another session. With :is_thorough the statement also ends executions
 -- that have attachments, which the caller then handles (otherwise their verdict is 'attached'), and waits for a renewal in progress.
 -- With :waits_briefly this and later statements of the transaction wait at most 50 ms for a row.
@@ -97,15 +98,15 @@ held as materialized (
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id
             for update skip locked) e on true
-    -- Renewals are stored in the claim. It is read only if the lease has expired according to the execution's row: without a lock,
-    -- or if thorough with one, which waits for a renewal in progress.
+    -- Renewals are stored in the claim. It is read only if the lease has expired according to the execution's row, or is revoked:
+    -- without a lock, or if thorough with one, which waits for a renewal in progress.
     left join lateral (
          select r.expires_at from claim r
           where not :is_thorough::boolean and e.lease_expires_at <= c.now and r.partition_key = e.partition_key and r.claim_no = e.claim_no
          limit 1) r on true
     left join lateral (
          select t.expires_at, t.renewed_at from claim t
-          where :is_thorough and e.lease_expires_at <= c.now and t.partition_key = e.partition_key and t.claim_no = e.claim_no
+          where :is_thorough and (e.lease_expires_at <= c.now or i.to_ownership = 'lease_revoked') and t.partition_key = e.partition_key and t.claim_no = e.claim_no
             for share) t on true
 ),
 judged as materialized (
@@ -293,15 +294,15 @@ inserted_entries_of_cascade as (
   insert into cascade_entry (event_id, partition_key, flow_id, outcome, queued_at, execution_ids)
   select event_id, partition_key, flow_id, outcome, at, array[execution_id]
     from inserted_events where flow_id is not null and outcome is not null
+  returning partition_key, event_id, execution_ids[1] as execution_id
 )
 select 0 as nth, 'ok' as verdict, count(*) as ended, null as delay_until, null as delay_ms,
-       null as lane_id, null as route_no, null as queue_no, null as place, null as lease_epoch, null as attached, null as is_member,
-       null as found
-  from judged where verdict = 'ok' and ends and attached = 0 and flow_id is null
+       null as lane_id, null as route_no, null as queue_no, null as place, null as lease_epoch, null as attached, null as found
+  from judged where verdict = 'ok' and ends and attached = 0
 union all
 select nth, verdict, 0, to_delay_until,
        case when to_eligibility = 'not_eligible_until_time' or suspends then coalesce(to_delay_until, timeout_at) - now end,
-       q.lane_id, q.route_no, queue_no, place, lease_epoch, attached, flow_id is not null,
+       q.lane_id, q.route_no, queue_no, place, lease_epoch, attached,
        case when verdict = 'execution_not_active' then jsonb_build_object(
          'terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'attempt_state', attempt_state,
          'lease_epoch', lease_epoch, 'attempt_id', own_attempt_id, 'attempt_count', attempt_count,
@@ -311,7 +312,10 @@ select nth, verdict, 0, to_delay_until,
   left join lateral (
        select l.lane_id, q.route_no from queue q join lane l using (lane_no)
         where q.queue_no = h.queue_no and h.verdict = 'ok' and h.becomes_ready) q on true
- where verdict is distinct from 'ok' or not ends or attached <> 0 or flow_id is not null;
+ where verdict is distinct from 'ok' or not ends or attached <> 0
+union all
+select null, 'queued', event_id, partition_key, null, null, null, null, null, null, null, to_jsonb(execution_id)
+  from inserted_entries_of_cascade;
 
 -- name: complete_leases
 -- Completes the leases whose fence is current and whose execution has no attachment, and returns their positions; the caller
@@ -387,5 +391,7 @@ inserted_entries as (
   insert into cascade_entry (event_id, partition_key, flow_id, outcome, queued_at, execution_ids)
   select event_id, partition_key, flow_id, outcome, at, coalesce(execution_ids, array[execution_id])
     from inserted_events where flow_id is not null
+  returning partition_key, event_id
 )
-select array_agg(nth) as completed, bool_or(flow_id is not null) as has_members from moved;
+select (select array_agg(nth) from moved) as completed, (select array_agg(partition_key) from inserted_entries) as entry_partitions,
+       (select array_agg(event_id) from inserted_entries) as event_ids;

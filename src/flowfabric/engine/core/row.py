@@ -9,7 +9,7 @@ import msgspec
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.wakeups import Work
+from flowfabric.engine.core.wakeups import CascadeKey, Work
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.grant import GrantKind
@@ -26,7 +26,7 @@ from flowfabric.model.ids import (
     split_execution_id,
 )
 from flowfabric.model.policy import ExecutionPolicy, read_stored_policy
-from flowfabric.model.states import CancelSource, HandleKind
+from flowfabric.model.states import BlockingReason, CancelSource, HandleKind
 from flowfabric.model.text import check_range, check_text
 
 SQL = statements_beside(__file__)
@@ -62,8 +62,8 @@ class Verdict(msgspec.Struct, frozen=True):
     lease_epoch: int | None = None
     attached: int = 0
     """The attachments of the execution when its lease or the execution ended."""
-    is_member: bool = False
-    """Whether the execution belongs to a flow."""
+    entry: CascadeKey | None = None
+    """What the cascade has to settle, if a member of a flow has ended."""
 
     @property
     def is_done(self) -> bool:
@@ -269,6 +269,7 @@ class LockedWithGrant(LockedExecution, frozen=True, kw_only=True):
     """A locked execution with its queue, lane and grant, as grants and claims by id need it."""
 
     attempt_state: str
+    blocking_reason: str
     queue_no: int
     place: int
     reclaim_count: int
@@ -308,6 +309,11 @@ class LockedWithGrant(LockedExecution, frozen=True, kw_only=True):
     def has_forgotten_grant(self) -> bool:
         """Whether its last grant has expired and its row is deleted."""
         return self.grant_id is None and self.granted_until is not None and self.granted_until <= self.now
+
+    @property
+    def is_held_for_cancel(self) -> bool:
+        """Whether its cancelled flow holds it back until it is cancelled."""
+        return self.blocking_reason == BlockingReason.PAUSED_BY_FLOW_CANCEL
 
     @property
     def is_on_open_lane(self) -> bool:

@@ -43,7 +43,7 @@ left join lateral (
 -- What grants and claims by id need of an execution that the transaction has locked.
 -- A grant is valid while granted_until of its execution is the grant's expiry: any other move of the execution voids it.
 select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state,
-       e.terminal_outcome, e.attempt_state, e.queue_no, e.place, e.reclaim_count, e.lease_epoch, e.lease_id,
+       e.terminal_outcome, e.attempt_state, e.blocking_reason, e.queue_no, e.place, e.reclaim_count, e.lease_epoch, e.lease_id,
        coalesce(e.attempt_id, e.lease_id) as attempt_id, e.attempt_count, greatest(e.lease_expires_at, r.expires_at) as lease_expires_at,
        e.remaining_attempt_timeout_ms, e.granted_until, l.lane_no, l.lane_id, l.state as lane_state, s.required, e.policy,
        g.kind as grant_kind, g.worker_id as grant_worker_id, g.worker_instance_id as grant_worker_instance_id,

@@ -65,7 +65,14 @@ class Work(NamedTuple):
     place: int
 
 
-OnMembersEnded = Callable[[], None]
+class CascadeKey(NamedTuple):
+    """The key of an entry of the cascade: members of a flow that ended together."""
+
+    partition_key: int
+    event_id: int
+
+
+OnMembersEnded = Callable[[Sequence[CascadeKey]], None]
 """Called when members of flows have ended, so that the cascade settles their edges."""
 OnLost = Callable[[Sequence[LostLease] | None], None]
 """Called with the leases that were lost, or with None if any lease may have been."""
@@ -119,6 +126,7 @@ class Wakeups:
         self._wakes: dict[str, int] = {}
         self._on_lost: list[OnLost] = []
         self.on_members_ended: OnMembersEnded | None = None
+        self.on_siblings: Callable[[], None] | None = None
         self.streams = Watchers()
         """Waiters for frames, by the words of executions in hints."""
         self.streams_missed = asyncio.Event()
@@ -162,13 +170,22 @@ class Wakeups:
         self.feeds.wake(EventFamily.COMPLETION)
         self.hints.send(_ENDED)
 
-    def members_ended(self) -> None:
-        """Start the cascade in this process: members of flows have ended. In others a sweep finds what is left over."""
+    def members_ended(self, entries: Sequence[CascadeKey]) -> None:
+        """Settle these entries of the cascade in this process; what it leaves is found by a sweep of any process."""
+        if self._first is not None:
+            # The event loop of the first engine may have ended.
+            with suppress(RuntimeError):
+                self._first._loop.call_soon_threadsafe(self._first.members_ended, entries)
+        elif self.on_members_ended is not None:
+            self.on_members_ended(entries)
+
+    def siblings(self) -> None:
+        """Cancel the siblings of groups that were decided, in this process; a sweep finds what is left over."""
         if self._first is not None:
             with suppress(RuntimeError):
-                self._first._loop.call_soon_threadsafe(self._first.members_ended)
-        elif self.on_members_ended is not None:
-            self.on_members_ended()
+                self._first._loop.call_soon_threadsafe(self._first.siblings)
+        elif self.on_siblings is not None:
+            self.on_siblings()
 
     def stream(self, execution_ids: Iterable[ExecutionId]) -> None:
         """Wake the readers of streams that have grown or closed."""

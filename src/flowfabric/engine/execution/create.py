@@ -16,7 +16,6 @@ from flowfabric.engine.core.watermark import BAND_BITS
 from flowfabric.engine.execution.checking import (
     MAX_PRIORITY,
     PossibleDuplicate,
-    Shape,
     Submission,
     Submissions,
     UniformBatch,
@@ -269,7 +268,7 @@ class Create:
             },
         )
         if refused_by is not None:
-            return [_refusal(shape, refused_by) for _ in uuids]
+            return [lane_refusal(shape.lane_id, refused_by) for _ in uuids]
         # Each priority has its own watermark.
         number = first_place & (1 << BAND_BITS) - 1
         firsts = [(MAX_PRIORITY - priority) << BAND_BITS | number for priority in set(items.priorities)]
@@ -360,7 +359,7 @@ class Create:
             else:
                 undecided.append(nth - 1)
                 if not lane_accepts:
-                    answers[nth - 1] = _refusal(item.shape, refused_by)
+                    answers[nth - 1] = lane_refusal(item.shape.lane_id, refused_by)
         if judged != len(items):
             raise error("internal", f"insert_executions: {len(items)} items given, {judged} verdicts returned")
         wakeups.work(work)
@@ -383,8 +382,9 @@ def _input_limits(payloads: Sequence[bytes]) -> dict[str, object]:
     }
 
 
-def _refusal(shape: Shape, state: str) -> EngineError:
+def lane_refusal(lane_id: str, state: str, field: str = "lane_id") -> EngineError:
+    """The error for a submission to a lane that is draining or disabled."""
     return error(
         "invalid_input",
-        f"lane_id: lane {shape.lane_id!r} accepts no submissions: it is {state}; set_lane_state activates it",
+        f"{field}: lane {lane_id!r} accepts no submissions: it is {state}; set_lane_state activates it",
     )

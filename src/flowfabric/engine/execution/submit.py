@@ -104,7 +104,7 @@ class Submit:
     ) -> list[Answer]:
         """Retry the answers that are faults of the store until none is left or the time is up; return all answers."""
         answers = [*answers]
-        async for _ in self._until_deadline():
+        async for _ in until_deadline(self._patience):
             failed = [at for at, answer in enumerate(answers) if _is_transient(answer)]
             if not failed:
                 break
@@ -132,15 +132,6 @@ class Submit:
         except EngineError as refused:
             return [refused]
 
-    async def _until_deadline(self) -> AsyncIterator[None]:
-        """Yield once after each pause, and a last time when the time is up."""
-        deadline = time.monotonic() + self._patience
-        for pause in pauses(*PAUSE_SECONDS):
-            await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
-            yield
-            if time.monotonic() >= deadline:
-                return
-
     async def _created_if_ours(self, new: NewExecution, minted: str, answer: Answer) -> Answer:
         """Turn a duplicate of the generated id into Created: only an earlier try of this call can have used that id."""
         if isinstance(answer, EngineError | Created) or new.execution_id is not None:
@@ -159,6 +150,16 @@ class Submit:
         partition_key, uuid = row_key(execution_id)
         rows = await self._store.fetch(SQL.read_creation, partition_key=partition_key, execution_id=uuid)
         return PublicState.DELAYED if rows and rows[0]["created_at"] < delay_until else PublicState.WAITING
+
+
+async def until_deadline(seconds: float) -> AsyncIterator[None]:
+    """Yield once after each pause before a retry, and a last time when the time is up."""
+    deadline = time.monotonic() + seconds
+    for pause in pauses(*PAUSE_SECONDS):
+        await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
+        yield
+        if time.monotonic() >= deadline:
+            return
 
 
 def _is_transient(answer: Answer) -> bool:

@@ -138,6 +138,8 @@ class NamedClaims:
 
         async def claim(transaction: Transaction) -> ClaimedExecution:
             locked = await lock_with_grant(transaction, parsed, lane)
+            if locked.is_held_for_cancel:
+                raise error("execution_not_leaseable", "its flow is cancelled")
             if locked.is_lost and locked.is_granted_to(lease.worker_id, GrantKind.RECLAIM):
                 if locked.reclaim_count >= reclaim_cap(locked.execution_policy):
                     raise error("execution_not_leaseable", "its lease was lost as often as its policy allows")

@@ -74,6 +74,8 @@ class Reclaim:
             locked = await lock_with_grant(transaction, parsed, lane)
             if not locked.has_expired and not locked.is_lost:
                 return NotReclaimable(execution_id=parsed, detail=_state_of(locked))
+            if locked.is_held_for_cancel:
+                return NotReclaimable(execution_id=parsed, detail="its flow is cancelled")
             if not locked.is_on_open_lane:
                 return NotReclaimable(execution_id=parsed, detail=f"lane {locked.lane_id} is {locked.lane_state}")
             if locked.has_expired:
@@ -148,6 +150,8 @@ class Reclaim:
             locked = await lock_with_grant(transaction, parsed, lane)
             if not locked.is_lost and not locked.has_expired:
                 return NotReclaimable(execution_id=parsed, detail=_state_of(locked))
+            if locked.is_held_for_cancel:
+                return NotReclaimable(execution_id=parsed, detail="its flow is cancelled")
             if not locked.is_on_open_lane:
                 return NotReclaimable(execution_id=parsed, detail=f"lane {locked.lane_id} is {locked.lane_state}")
             if not locked.has_live_grant or locked.grant_kind != GrantKind.RECLAIM:

@@ -26,6 +26,7 @@ CLOSED_BY: Mapping[Move, ClosedReason] = {
     Move.SUSPENSION_CANCELLED: ClosedReason.SUSPENSION_TIMEOUT,
     Move.SUSPENSION_EXPIRED: ClosedReason.SUSPENSION_TIMEOUT,
     Move.LEASE_EXPIRED: ClosedReason.LEASE_EXPIRED,
+    Move.LEASE_REVOKED: ClosedReason.ATTEMPT_INTERRUPTED,
 }
 """Why a move closes the stream; after the other moves the attempt continues, and so does its stream."""
 

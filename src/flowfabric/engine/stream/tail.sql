@@ -38,7 +38,7 @@ select coalesce(s.closed_at, e.ended_at, a.ended_at) as closed_at,
   left join lateral (
        select a.ended_at, a.attempt_state = 'interrupted_reclaimed' as is_reclaimed
          from attempt a
-        where (s.closed_at is null or s.closed_reason = 'lease_expired')
+        where (s.closed_at is null or s.closed_reason in ('lease_expired', 'attempt_interrupted'))
           and a.partition_key = s.partition_key and a.execution_id = s.execution_id and a.attempt_index = s.attempt_index
           and a.ended_at is not null
         limit 1) a on true

@@ -1,0 +1,188 @@
+"""Cancellation of many executions: each with its own verdict, and a locked one does not delay the others."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from flowfabric.db.batch import Locked
+from flowfabric.db.database import Transaction
+from flowfabric.db.faults import StoreFault
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
+from flowfabric.engine.core.row import Verdict
+from flowfabric.engine.core.transition import Move
+from flowfabric.engine.store import Store, error_of
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.ids import ExecutionId, split_execution_id
+from flowfabric.model.states import CancelSource, LifecyclePhase
+from flowfabric.pauses import pauses
+
+SQL = statements_beside(__file__)
+
+BATCH = 256
+"""How many executions one transaction cancels: its locks are held for some tens of milliseconds."""
+STREAMS = 2
+"""How many transactions of one call run at the same time."""
+PATIENCE_SECONDS = 2.0
+"""How long rows that other sessions have locked are tried again: as long as a single call waits for a row."""
+PAUSE_SECONDS = (0.02, 0.2)
+"""The first and the longest pause between two tries of locked rows."""
+
+
+class CancelDisposition(StrEnum):
+    """What became of an execution that was to be cancelled."""
+
+    CANCELLED = "cancelled"
+    ALREADY_TERMINAL = "already_terminal"
+    """It had ended, also if it was cancelled before."""
+    NOT_FOUND = "not_found"
+
+
+CancelResult = CancelDisposition | EngineError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tried:
+    """The results of one transaction, and the executions that it could not lock."""
+
+    results: dict[ExecutionId, CancelResult]
+    locked: list[ExecutionId]
+    lease_ends: list[LeaseEnd]
+    verdicts: list[Verdict | Locked]
+
+
+class CancelMany:
+    """Cancels executions in any state, whoever holds their leases; many in one transaction."""
+
+    def __init__(self, store: Store, lease_ends: LeaseEnds) -> None:
+        self._store = store
+        self._lease_ends = lease_ends
+
+    async def cancel(
+        self,
+        execution_ids: Sequence[ExecutionId],
+        *,
+        reason: str,
+        source: str = CancelSource.OPERATOR_OVERRIDE,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> list[CancelResult]:
+        """Cancel executions and return what became of each, in the order given.
+
+        Those that other sessions have locked are tried again once the others are cancelled. They get the error
+        `retry_exhausted` if they are still locked after `patience_seconds`.
+        """
+        results: dict[ExecutionId, CancelResult] = {}
+        deadline = time.monotonic() + patience_seconds
+        waits = pauses(*PAUSE_SECONDS)
+        # Every statement over several executions takes them in ascending order.
+        remaining = sorted(dict.fromkeys(execution_ids), key=split_execution_id)
+        while True:
+            remaining = await self._pass(remaining, results, reason=reason, source=source)
+            pause = next(waits)
+            if not remaining or time.monotonic() + pause > deadline:
+                break
+            await asyncio.sleep(pause)
+        for execution_id in remaining:
+            results[execution_id] = error(
+                "retry_exhausted", f"execution {execution_id} is locked by another session; it was not cancelled"
+            )
+        return [results[execution_id] for execution_id in execution_ids]
+
+    async def _pass(
+        self,
+        execution_ids: Sequence[ExecutionId],
+        results: dict[ExecutionId, CancelResult],
+        *,
+        reason: str,
+        source: str,
+    ) -> list[ExecutionId]:
+        """Cancel those that are not locked, and return those that are."""
+        batches = iter([execution_ids[start : start + BATCH] for start in range(0, len(execution_ids), BATCH)])
+        locked: list[ExecutionId] = []
+
+        async def run(batches: Iterator[Sequence[ExecutionId]]) -> None:
+            for batch in batches:
+                locked.extend(await self._try(batch, results, reason=reason, source=source))
+
+        await asyncio.gather(*(run(batches) for _ in range(STREAMS)))
+        return sorted(locked, key=split_execution_id)
+
+    async def _try(
+        self,
+        execution_ids: Sequence[ExecutionId],
+        results: dict[ExecutionId, CancelResult],
+        *,
+        reason: str,
+        source: str,
+    ) -> list[ExecutionId]:
+        """Cancel a batch in one transaction, or in halves if that fails because of an item; return those locked."""
+
+        async def cancel(transaction: Transaction) -> _Tried:
+            return await self._within(transaction, execution_ids, reason=reason, source=source)
+
+        failure: EngineError
+        try:
+            tried = await self._store.database.transact(cancel)
+        except StoreFault as fault:
+            failure = error_of(fault)
+            if fault.is_store_failure:
+                results.update(dict.fromkeys(execution_ids, failure))
+                return []
+            if len(execution_ids) == 1 and fault.kind == "contention":
+                return list(execution_ids)
+        except EngineError as problem:
+            failure = problem
+        else:
+            results.update(tried.results)
+            await self._lease_ends.after_commit(tried.lease_ends, tried.verdicts)
+            return tried.locked
+        if len(execution_ids) == 1:
+            results[execution_ids[0]] = failure
+            return []
+        middle = len(execution_ids) // 2
+        halves = execution_ids[:middle], execution_ids[middle:]
+        return [
+            execution_id
+            for half in halves
+            for execution_id in await self._try(half, results, reason=reason, source=source)
+        ]
+
+    async def _within(
+        self, transaction: Transaction, execution_ids: Sequence[ExecutionId], *, reason: str, source: str
+    ) -> _Tried:
+        pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
+        rows = await transaction.fetch(
+            SQL.lock_live_executions,
+            partition_keys=[partition for partition, _ in pairs],
+            execution_ids=[uuid for _, uuid in pairs],
+        )
+        tried = _Tried(results={}, locked=[], lease_ends=[], verdicts=[])
+        for execution_id, row in zip(execution_ids, rows, strict=True):
+            if row["lifecycle_phase"] is not None:
+                tried.lease_ends.append(
+                    LeaseEnd(
+                        execution_id,
+                        Move.CANCELLED,
+                        reason=reason,
+                        source=source,
+                        lost_epoch=row["lease_epoch"] if row["lifecycle_phase"] == LifecyclePhase.ACTIVE else None,
+                    )
+                )
+            elif row["seen_phase"] is None:
+                tried.results[execution_id] = CancelDisposition.NOT_FOUND
+            elif row["seen_phase"] == LifecyclePhase.TERMINAL:
+                tried.results[execution_id] = CancelDisposition.ALREADY_TERMINAL
+            else:
+                tried.locked.append(execution_id)
+        if tried.lease_ends:
+            tried.verdicts.extend(await self._lease_ends.within(transaction, tried.lease_ends, is_shared=True))
+        for lease_end, verdict in zip(tried.lease_ends, tried.verdicts, strict=True):
+            if isinstance(verdict, Locked):
+                tried.locked.append(lease_end.execution_id)
+            elif verdict.is_done:
+                tried.results[lease_end.execution_id] = CancelDisposition.CANCELLED
+            else:
+                tried.results[lease_end.execution_id] = verdict.refusal()
+        return tried

@@ -1,0 +1,166 @@
+"""Drafts of flows: checked as a whole before anything is written, with the ids of all their parts."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flowfabric.engine.execution.checking import Submission, Submissions, required_of
+from flowfabric.engine.store import QueueNames, Store
+from flowfabric.model.edge import EdgePolicy
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.execution import NewExecution
+from flowfabric.model.flow import FlowEdge, FlowNode
+from flowfabric.model.graph import Graph, add_name, check_graph, check_sizes, part_of
+from flowfabric.model.ids import ExecutionId, FlowId, check_lane_id, id_prefix, mint_uuid_texts
+from flowfabric.model.policy import ExecutionPolicy, parse_policy
+from flowfabric.model.tag import check_tags
+from flowfabric.model.text import check_short, check_text
+
+NODES_PER_TURN = 1_000
+"""How many nodes are checked before other tasks of the event loop have a turn."""
+
+_FIELDS = {"invalid_tag_key": "tags: ", "invalid_policy_json": "policy: ", "invalid_capabilities": "policy: "}
+"""The field of a node that errors are about whose message does not begin with it."""
+
+
+class NewFlow(NamedTuple):
+    """A flow as the caller gives it."""
+
+    flow_kind: str
+    namespace: str
+    tags: Mapping[str, str] | None
+    nodes: Sequence[FlowNode | Mapping[str, Any]]
+    edges: Sequence[FlowEdge | Mapping[str, Any]]
+    groups: Mapping[str, EdgePolicy | Mapping[str, Any]] | None
+
+
+@dataclass(kw_only=True, slots=True)
+class Draft:
+    """A checked flow; every try to insert it uses the same ids."""
+
+    partition_key: int
+    flow_id: FlowId
+    flow_kind: str
+    namespace: str
+    tags: Mapping[str, str]
+    names: Mapping[str, int]
+    graph: Graph
+    news: Sequence[NewExecution]
+    uuids: Sequence[str]
+    edge_uuids: Sequence[str]
+    members: Sequence[Submission]
+    """The nodes in order; those of new queues are missing until `Drafts.register`."""
+    new_queues: Mapping[QueueNames, str]
+    """The queues that this process has not used before, each with who creates its first execution."""
+
+    @property
+    def execution_ids(self) -> dict[str, ExecutionId]:
+        """The ids of the members by the names of their nodes."""
+        prefix = id_prefix(self.partition_key)
+        return {name: ExecutionId(prefix + uuid) for name, uuid in zip(self.names, self.uuids, strict=True)}
+
+    @property
+    def graph_revision(self) -> int:
+        """The revision after every member and every edge was added."""
+        return len(self.uuids) + len(self.edge_uuids)
+
+
+class Drafts:
+    """Checks flows, and caches what many of their nodes share."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._submissions = Submissions(store)
+
+    async def check(self, partition_key: int, flow_id: FlowId, new: NewFlow) -> Draft:
+        """Check a whole flow without writing anything."""
+        check_short(new.flow_kind, "flow_kind")
+        check_short(new.namespace, "namespace")
+        tags = check_tags(new.tags)
+        check_sizes(new.nodes, new.edges)
+        prefix = id_prefix(partition_key)
+        uuids = mint_uuid_texts(len(new.nodes))
+        names: dict[str, int] = {}
+        news: list[NewExecution] = []
+        members: list[Submission] = []
+        queues: dict[QueueNames, str] = {}
+        policies: dict[int, ExecutionPolicy | None] = {}
+        for nth, (given, uuid) in enumerate(zip(new.nodes, uuids, strict=True)):
+            node = part_of(given, FlowNode, f"nodes[{nth}]")
+            add_name(names, node.name, f"nodes[{nth}]")
+            try:
+                execution = _execution_of(node, new.namespace, prefix + uuid, policies)
+                member = self._submissions.check(execution, uuid)
+                if member is None:
+                    queues.setdefault(*_queue_of(execution))
+                else:
+                    members.append(member)
+            except EngineError as refused:
+                raise error(refused.code, f"nodes[{nth}].{_FIELDS.get(refused.code, '')}{refused.detail}") from None
+            news.append(execution)
+            if nth % NODES_PER_TURN == NODES_PER_TURN - 1:
+                await asyncio.sleep(0)
+        graph = check_graph(names, new.edges, new.groups)
+        return Draft(
+            partition_key=partition_key,
+            flow_id=flow_id,
+            flow_kind=new.flow_kind,
+            namespace=new.namespace,
+            tags=tags,
+            names=names,
+            graph=graph,
+            news=news,
+            uuids=uuids,
+            edge_uuids=mint_uuid_texts(len(graph.upstreams)),
+            members=members,
+            new_queues=queues,
+        )
+
+    async def register(self, draft: Draft) -> None:
+        """Create the queues that the store does not have yet, so that every member has the numbers of its queue."""
+        for queue, registered_by in draft.new_queues.items():
+            await self._store.add_queue(queue, registered_by=registered_by)
+        if len(draft.members) < len(draft.uuids):
+            members = []
+            for execution, uuid in zip(draft.news, draft.uuids, strict=True):
+                member = self._submissions.check(execution, uuid)
+                assert member is not None
+                members.append(member)
+            draft.members = members
+
+
+def _execution_of(
+    node: FlowNode, namespace: str, execution_id: str, policies: dict[int, ExecutionPolicy | None]
+) -> NewExecution:
+    policy = node.policy
+    if isinstance(policy, Mapping):
+        # A dictionary cannot be hashed, so one that many nodes share is parsed once here.
+        if id(policy) not in policies:
+            policies[id(policy)] = parse_policy(policy)
+        policy = policies[id(policy)]
+    return NewExecution(
+        namespace=namespace,
+        lane_id=node.lane_id,
+        execution_kind=node.execution_kind,
+        input_payload=node.input_payload,
+        priority=node.priority,
+        creator_identity=node.creator_identity,
+        execution_id=execution_id,
+        payload_encoding=node.payload_encoding,
+        tags=node.tags,
+        policy=policy,
+        delay_until=node.delay_until,
+        delay_ms=node.delay_ms,
+        execution_deadline_at=node.execution_deadline_at,
+    )
+
+
+def _queue_of(execution: NewExecution) -> tuple[QueueNames, str]:
+    """The queue of an execution that could not be checked without the store, and who creates the execution."""
+    lane_id = check_lane_id(execution.lane_id)
+    kind = check_text(execution.execution_kind, "execution_kind")
+    creator = check_text(execution.creator_identity, "creator_identity")
+    check_tags(execution.tags)
+    policy = parse_policy(execution.policy)
+    return QueueNames(lane_id, kind, execution.namespace, required_of(policy)), creator

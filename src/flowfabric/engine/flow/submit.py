@@ -1,0 +1,278 @@
+"""Submit a whole flow: its members, edges and groups in one transaction."""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, TypeAlias
+from uuid import UUID
+
+import msgspec
+
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.faults import StoreFault
+from flowfabric.db.statements import Statement, short_column, short_columns, statements_beside
+from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
+from flowfabric.engine.core.wakeups import Work
+from flowfabric.engine.execution.create import lane_refusal
+from flowfabric.engine.execution.submit import until_deadline
+from flowfabric.engine.flow.draft import Draft, Drafts, NewFlow
+from flowfabric.engine.flow.row import check_flow_id
+from flowfabric.engine.store import Store, error_of
+from flowfabric.model.edge import EdgePolicy, edge_policy_columns
+from flowfabric.model.errors import EngineError, TransportError
+from flowfabric.model.event import EventFamily
+from flowfabric.model.flow import FlowAlreadySatisfied, FlowEdge, FlowNode, FlowSubmitted
+from flowfabric.model.ids import EdgeId, FlowId, uuid7
+
+SQL = statements_beside(__file__)
+
+ROWS_PER_STATEMENT = 1_000
+"""How many members, edges or groups one statement inserts: it takes much less than the statement timeout."""
+BYTES_PER_STATEMENT = 8 * 2**20
+"""How many bytes of inputs one statement inserts, if it inserts several."""
+LOCK_TIMEOUT = "5s"
+"""How long a submission waits for another one of the same flow."""
+
+Statements: TypeAlias = list[tuple[Statement, Mapping[str, Any]]]
+
+_MEMBER_COLUMNS = (
+    "execution_ids",
+    "priorities",
+    "input_payloads",
+    "delays_until",
+    "delays_ms",
+    "deadlines_at",
+    "instance_tags",
+    "tags",
+    "inbound_counts",
+)
+_SHAPE_COLUMNS = {
+    "queue_nos": "queue_no",
+    "route_nos": "route_no",
+    "lane_nos": "lane_no",
+    "creator_identities": "creator_identity",
+    "payload_encodings": "payload_encoding",
+    "policies": "policy",
+    "deadlines_ms": "deadline_ms",
+    "retentions_ms": "retention_ms",
+}
+_of_shape = itemgetter(*_SHAPE_COLUMNS.values())
+_EDGE_COLUMNS = ("edge_ids", "upstream_ids", "downstream_ids", "dependency_kinds", "data_passing_refs")
+_GROUP_COLUMNS = ("downstream_ids", "policies", "ks", "effects", "inbound_counts")
+
+
+class SubmitFlow:
+    """Submits whole flows, and retries for a limited time what failed by a fault of the store."""
+
+    def __init__(self, store: Store, *, patience_ms: int) -> None:
+        self._store = store
+        self._drafts = Drafts(store)
+        self._patience = patience_ms / 1000
+
+    async def submit_flow(
+        self,
+        *,
+        flow_kind: str,
+        namespace: str,
+        nodes: Sequence[FlowNode | Mapping[str, Any]],
+        edges: Sequence[FlowEdge | Mapping[str, Any]] = (),
+        groups: Mapping[str, EdgePolicy | Mapping[str, Any]] | None = None,
+        tags: Mapping[str, str] | None = None,
+        flow_id: UUID | str | None = None,
+    ) -> FlowSubmitted | FlowAlreadySatisfied:
+        """Create a flow with all its members, edges and groups in one transaction.
+
+        The flow id is the idempotency key: if it is in use, nothing is compared or written. Give one, so that the call
+        can be repeated when its answer was lost.
+        """
+        partition_key, parsed = check_flow_id(self._store, uuid7() if flow_id is None else flow_id)
+        draft: Draft | None = None
+
+        async def submit() -> FlowSubmitted | FlowAlreadySatisfied:
+            nonlocal draft
+            if draft is None:
+                if flow_id is not None and await self._exists(partition_key, parsed):
+                    return FlowAlreadySatisfied(flow_id=parsed)
+                new = NewFlow(flow_kind, namespace, tags, nodes, edges, groups)
+                draft = await self._drafts.check(partition_key, parsed, new)
+            return await self._insert(draft, is_minted=flow_id is None)
+
+        try:
+            return await submit()
+        except TransportError as fault:
+            if not fault.retryable or not self._patience:
+                raise
+            failed = fault
+        async for _ in until_deadline(self._patience):
+            try:
+                return await submit()
+            except TransportError as fault:
+                fault.outcome_unknown |= failed.outcome_unknown
+                failed = fault
+                if not fault.retryable:
+                    break
+            except EngineError as refused:
+                # Another session holds the id: perhaps the first try, whose session has not ended yet.
+                if refused.code != "retry_exhausted":
+                    raise
+        raise failed
+
+    async def _exists(self, partition_key: int, flow_id: FlowId) -> bool:
+        values = {"partition_key": partition_key, "flow_id": flow_id, "first_id": None}
+        return bool(await self._store.fetch(SQL.read_submitted_flow, **values))
+
+    async def _insert(self, draft: Draft, *, is_minted: bool) -> FlowSubmitted | FlowAlreadySatisfied:
+        await self._drafts.register(draft)
+        namespace_no = await self._store.namespace_no(draft.namespace)
+        flow = {"namespace_no": namespace_no, **_flow_values(draft)}
+        statements = await self._statements(draft, namespace_no)
+        found: list[Record] = []
+
+        async def insert(transaction: Transaction) -> bool | None:
+            """Whether this call has created the flow, perhaps in an earlier try; None if it is not known."""
+            ((is_new, lane_no, lane_state),) = await transaction.fetch(SQL.insert_flow, **flow)
+            if not is_new:
+                rows = await transaction.fetch(
+                    SQL.read_submitted_flow,
+                    partition_key=draft.partition_key,
+                    flow_id=draft.flow_id,
+                    first_id=draft.uuids[0] if draft.uuids else None,
+                )
+                if rows:
+                    return bool(rows[0]["is_ours"]) or is_minted
+                if lane_no is not None:
+                    raise self._refusal(draft, lane_no, lane_state)
+                return None
+            found.clear()
+            for statement, values in statements:
+                found.extend(await transaction.fetch(statement, **values))
+            return True
+
+        is_ours: bool | None = None
+        while is_ours is None:
+            try:
+                is_ours = await self._store.database.transact(insert)
+            except StoreFault as fault:
+                raise error_of(fault, f"flow {draft.flow_id}") from fault
+        if not is_ours:
+            return FlowAlreadySatisfied(flow_id=draft.flow_id)
+        self._wake(draft, found)
+        return FlowSubmitted(
+            flow_id=draft.flow_id,
+            execution_ids=draft.execution_ids,
+            edge_ids=[EdgeId(UUID(text)) for text in draft.edge_uuids],
+            graph_revision=draft.graph_revision,
+        )
+
+    def _refusal(self, draft: Draft, lane_no: int, lane_state: str) -> EngineError:
+        nth = next(nth for nth, member in enumerate(draft.members) if member.shape.columns["lane_no"] == lane_no)
+        return lane_refusal(self._store.lane_id(lane_no), lane_state, f"nodes[{nth}].lane_id")
+
+    def _wake(self, draft: Draft, found: Sequence[Record]) -> None:
+        """Wake the waiters for the work and the timers of a committed flow."""
+        wakeups = self._store.wakeups
+        work = []
+        for lane_no, route_no, queue_no, place, due_in_ms in found:
+            if due_in_ms is None:
+                work.append(Work(self._store.lane_id(lane_no), route_no, queue_no, place))
+            else:
+                wakeups.timer(due_in_ms)
+        wakeups.work(work)
+        if not found:
+            # An earlier try has created the flow and did not learn where its executions are.
+            for lane_id in {member.shape.lane_id for member in draft.members}:
+                wakeups.lane(lane_id)
+        instance_key = self._store.rules.instance_tag
+        if any(member.tags and instance_key in member.tags for member in draft.members):
+            wakeups.events(EventFamily.INSTANCE_TAG)
+
+    async def _statements(self, draft: Draft, namespace_no: int) -> Statements:
+        """The statements that insert the members, the edges and the groups of a flow, with their values."""
+        of_flow = {"partition_key": draft.partition_key, "flow_id": draft.flow_id}
+        found: Statements = []
+        for part in _parts([len(member.payload) for member in draft.members]):
+            columns = self._member_columns(draft, part)
+            found.append((SQL.insert_members, {**of_flow, "namespace_no": namespace_no, **columns}))
+            # Other tasks of the event loop have a turn.
+            await asyncio.sleep(0)
+        for part in _parts([0] * len(draft.edge_uuids)):
+            found.append((SQL.insert_edges, {**of_flow, **_edge_columns(draft, part)}))
+            await asyncio.sleep(0)
+        nodes = list(draft.graph.policies)
+        for part in _parts([0] * len(nodes)):
+            columns = _group_columns(draft, nodes[part])
+            found.append((SQL.insert_groups, {**of_flow, "graph_revision": draft.graph_revision, **columns}))
+        return found
+
+    def _member_columns(self, draft: Draft, part: slice) -> dict[str, object]:
+        instance_tag = self._store.rules.instance_tag
+        members, inbound = draft.members[part], draft.graph.inbound[part]
+        own = [
+            (
+                member.uuid,
+                member.priority,
+                member.payload,
+                member.delay_until,
+                member.delay_ms,
+                member.deadline_at,
+                member.tags and member.tags.get(instance_tag),
+                member.tags and msgspec.json.encode(member.tags).decode(),
+                count,
+            )
+            for member, count in zip(members, inbound, strict=True)
+        ]
+        return {
+            **short_columns(_MEMBER_COLUMNS, own),
+            **short_columns(tuple(_SHAPE_COLUMNS), [_of_shape(member.shape.columns) for member in members]),
+            "inline_payload_bytes": INLINE_PAYLOAD_BYTES,
+            "has_large_inputs": any_large(member.payload for member in members),
+        }
+
+
+def _flow_values(draft: Draft) -> dict[str, object]:
+    members = draft.members
+    return {
+        "partition_key": draft.partition_key,
+        "flow_id": draft.flow_id,
+        "flow_kind": draft.flow_kind,
+        "node_count": len(draft.uuids),
+        "edge_count": len(draft.edge_uuids),
+        "latest_delay_until": max(
+            (member.delay_until for member in members if member.delay_until is not None), default=0
+        ),
+        "longest_delay_ms": max((member.delay_ms for member in members if member.delay_ms is not None), default=0),
+        "lane_nos": list(dict.fromkeys(member.shape.columns["lane_no"] for member in members)),
+        "tag_keys": list(draft.tags),
+        "tag_values": list(draft.tags.values()),
+        "lock_timeout": LOCK_TIMEOUT,
+    }
+
+
+def _edge_columns(draft: Draft, part: slice) -> dict[str, object]:
+    uuids, graph = draft.uuids, draft.graph
+    columns = (
+        draft.edge_uuids[part],
+        [uuids[node] for node in graph.upstreams[part]],
+        [uuids[node] for node in graph.downstreams[part]],
+        graph.dependency_kinds[part],
+        graph.data_passing_refs[part],
+    )
+    return {name: short_column(column) for name, column in zip(_EDGE_COLUMNS, columns, strict=True)}
+
+
+def _group_columns(draft: Draft, nodes: Sequence[int]) -> dict[str, object]:
+    graph = draft.graph
+    rows = [(draft.uuids[node], *edge_policy_columns(graph.policies[node]), graph.inbound[node]) for node in nodes]
+    return short_columns(_GROUP_COLUMNS, rows)
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[slice]:
+    """Slices of items with these sizes in bytes, each for one statement."""
+    first = size = 0
+    for at, each in enumerate(sizes):
+        if at - first == ROWS_PER_STATEMENT or (size + each > BYTES_PER_STATEMENT and at > first):
+            yield slice(first, at)
+            first, size = at, 0
+        size += each
+    if first < len(sizes):
+        yield slice(first, len(sizes))
