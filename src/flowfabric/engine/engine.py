@@ -62,8 +62,7 @@ STAGE = "alpha"
 class Engine:
     """The engine on one Postgres; get one from `Engine.connect`."""
 
-    # Executions: creating, cancelling, tags, results, deleting.
-    # Executions: creating, cancelling, priorities, tags, results.
+    # Executions: creating, cancelling, priorities, tags, results, deleting.
     create_execution = operation(Submit.create_execution)
     create_many = operation(Submit.create_many)
     cancel = operation(Cancel.cancel)

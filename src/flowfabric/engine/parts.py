@@ -20,7 +20,6 @@ from flowfabric.engine.fleet.identities import Identities
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
-from flowfabric.engine.flow.retention import FlowRetention
 from flowfabric.engine.flow.backlog import CancelBacklog
 from flowfabric.engine.flow.blocked import Blocked
 from flowfabric.engine.flow.cancel import FlowCancel
@@ -28,6 +27,7 @@ from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.ending import FlowEndings
 from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.flow.resolve import Resolver
+from flowfabric.engine.flow.retention import FlowRetention
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.flow.summary import FlowSummaries
@@ -118,8 +118,6 @@ class Parts:
         )
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
-        self.flow_retention = services.add(FlowRetention(store))
-
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         resolver = Resolver(store, lease_ends)
@@ -140,6 +138,7 @@ class Parts:
             )
         )
         flow_endings = services.add(FlowEndings(store))
+        self.flow_retention = services.add(FlowRetention(store))
 
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)

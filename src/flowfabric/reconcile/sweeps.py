@@ -8,8 +8,8 @@ from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.event import partitions
 from flowfabric.engine.execution import retention
 from flowfabric.engine.fleet import identities, sessions, workers
-from flowfabric.engine.flow import retention as flow_retention
 from flowfabric.engine.flow import backlog, blocked, cascade, siblings, summary
+from flowfabric.engine.flow import retention as flow_retention
 from flowfabric.engine.lease import expire
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.stream import expire as streams

@@ -5,7 +5,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from engine.flows import insert_flow, settle
+from engine.flows import flow_of, settle
 from engine.state import refused
 from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
@@ -164,7 +164,7 @@ async def test_a_member_is_deleted_only_when_its_flow_is_settled_and_does_not_st
 ) -> None:
     held = [await given.completed() for _ in range(5)]
     waiting = await given.created()
-    flow_id = await insert_flow(engine, connection, [*held, waiting], [(held[0], waiting)])
+    flow_id = await flow_of(engine, [*held, waiting], [(waiting, held[0])])
     alone = await given.completed(lane_id="alone")
     await clock.advance(ms=HOUR)
     assert await engine.trim_retention(retention_ms=0, batch_size=2) == 1
@@ -172,7 +172,7 @@ async def test_a_member_is_deleted_only_when_its_flow_is_settled_and_does_not_st
     # The sweep still deletes them by the setting.
     assert {row["retain_until"] for row in await rows.of("retained")} == {await clock.now() - HOUR + DAY}
     await engine.cancel_execution(execution_id=waiting, reason="x")
-    await settle(connection, flow_id)
+    await settle(engine, flow_id)
     assert await engine.trim_retention(retention_ms=0) == 6
     assert await stored(rows) == set()
 

@@ -1,13 +1,20 @@
 """Members of a flow are kept until it is settled, and the flow until its members are deleted."""
 
+import asyncio
+from collections.abc import Awaitable
+from uuid import uuid4
+
 import asyncpg
 import pytest
 
-from engine.flows import insert_flow, settle
+from engine.flows import connect, flow_of, partition_of, settle, stop_cascade
+from engine.state import refused
 from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import RECHECK_MS
 from flowfabric.engine.parts import parts_of
+from flowfabric.model.errors import EngineError
+from flowfabric.model.flow import Added
 
 DAY = 86_400
 RECHECK = RECHECK_MS / 1000
@@ -32,8 +39,9 @@ async def stored(rows: Rows) -> set[str]:
 async def test_members_are_kept_while_a_member_of_their_flow_is_live(
     engine: Engine, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection
 ) -> None:
+    stop_cascade(engine)
     members = [await given.completed(), await given.failed(), await given.cancelled(), await given.created()]
-    flow_id = await insert_flow(engine, connection, members)
+    flow_id = await flow_of(engine, members)
     alone = await given.completed(lane_id="alone")
     await clock.advance(seconds=DAY + 1)
     assert await trim(engine) == 1
@@ -43,7 +51,7 @@ async def test_members_are_kept_while_a_member_of_their_flow_is_live(
     await clock.advance(seconds=RECHECK + 1)
     # The last end is still queued for the cascade.
     assert await trim(engine) == 0
-    await settle(connection, flow_id)
+    await settle(engine, flow_id)
     assert await trim(engine) == 0
     await clock.advance(seconds=RECHECK + 1)
     assert await trim(engine) == 3
@@ -53,16 +61,22 @@ async def test_members_are_kept_while_a_member_of_their_flow_is_live(
 
 
 async def test_an_upstream_execution_is_kept_while_its_downstream_execution_waits(
-    engine: Engine, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
-    ended, waiting = await given.completed(), await given.created()
-    flow_id = await insert_flow(engine, connection, [ended, waiting], [(ended, waiting)])
+    stop_cascade(engine)
+    first, second, child = [await given.created() for _ in range(3)]
+    flow_id = await flow_of(engine, [first, second, child], [(first, child), (second, child)])
+    await engine.complete((await given.claim()).handle, b"1")
     await clock.advance(seconds=3 * DAY)
-    assert await trim(engine) == await engine.trim_retention(retention_ms=0) == 0
-    await engine.cancel_execution(execution_id=waiting, reason="x")
-    assert await trim(engine) == await engine.trim_retention(retention_ms=0) == 0
-    await settle(connection, flow_id)
-    assert await engine.trim_retention(retention_ms=0) == 2
+    # First because its end is queued, then because its child waits for the other one, then because the skip is queued.
+    for step in (None, settle(engine, flow_id), engine.cancel_execution(execution_id=second, reason="x")):
+        if step is not None:
+            await step
+        async with rows.unchanged(without=["retained"]):
+            assert await trim(engine) == await engine.trim_retention(retention_ms=0) == 0
+    await settle(engine, flow_id)
+    assert {row["public_state"] for row in await rows.of("execution")} == {"completed", "cancelled", "skipped"}
+    assert await engine.trim_retention(retention_ms=0) == 3
 
 
 _OWE = "insert into cancel_backlog select partition_key, flow_id, 1, 'x', 'x', 'cancel_all', 1 from flow"
@@ -73,8 +87,7 @@ async def test_members_are_kept_while_their_flow_owes_a_cancellation(
     engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection, table: str
 ) -> None:
     first, second = await given.completed(), await given.cancelled()
-    flow_id = await insert_flow(engine, connection, [first, second], [(first, second)])
-    await settle(connection, flow_id)
+    await flow_of(engine, [first, second], [(first, second)])
     owed = {
         "cancel_backlog": _OWE,
         "cancel_backlog_member": _OWE
@@ -97,7 +110,7 @@ async def test_members_are_kept_while_their_flow_owes_a_cancellation(
 async def test_members_of_a_locked_flow_are_kept(
     engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
-    await insert_flow(engine, connection, [await given.completed()])
+    await flow_of(engine, [await given.completed()])
     await clock.advance(seconds=DAY + 1)
     async with connection.transaction():
         await connection.execute("select from flow for update")
@@ -112,7 +125,7 @@ async def test_held_members_do_not_delay_others(
     retention = parts_of(engine).retention
     held = [await given.completed() for _ in range(6)]
     live = await given.created()
-    flow_id = await insert_flow(engine, connection, [*held, live])
+    flow_id = await flow_of(engine, [*held, live])
     alone = [await given.completed(lane_id="alone") for _ in range(2)]
     await clock.advance(seconds=DAY + 1)
     # A batch of held members is full: the next one follows at once.
@@ -145,8 +158,8 @@ async def test_an_entry_of_several_flows_and_queues_is_split(
     await engine.complete_many([(run.handle, b"1") for run in runs])
     ended = [run.execution_id for run in runs]
     assert [len(row["execution_ids"]) for row in await rows.of("retained")] == [6]
-    flows = [await insert_flow(engine, connection, [*ended[:2], await given.created()])]
-    flows.append(await insert_flow(engine, connection, ended[2:4]))
+    flows = [await flow_of(engine, [*ended[:2], await given.created()])]
+    flows.append(await flow_of(engine, ended[2:4]))
     await clock.advance(seconds=DAY + 1)
     assert await trim(engine) == 4
     (entry,) = await rows.of("retained")
@@ -183,8 +196,8 @@ async def test_a_flow_is_deleted_with_everything_of_it_after_its_members(
     engine: Engine, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     first, second, third = [await given.completed() for _ in range(3)]
-    flow_id = await insert_flow(engine, connection, [first, second, third], [(first, second), (first, third)])
-    await settle(connection, flow_id)
+    flow_id = await flow_of(engine, [first, second, third], [(first, second), (first, third)])
+    await settle(engine, flow_id)
     await connection.execute(_DESCRIBE)
     assert await sweep(engine) == 0
     await clock.advance(seconds=DAY + 1)
@@ -201,7 +214,7 @@ async def test_a_flow_is_deleted_with_everything_of_it_after_its_members(
 async def test_a_flow_that_changed_within_the_retention_is_kept(
     engine: Engine, clock: Clock, rows: Rows, connection: asyncpg.Connection
 ) -> None:
-    early, late = [await insert_flow(engine, connection) for _ in range(2)]
+    early, late = [await flow_of(engine) for _ in range(2)]
     await clock.advance(seconds=DAY - 1)
     await sweep(engine)
     await connection.execute("update flow set last_mutation_at = ff_now() where flow_id = $1", late)
@@ -219,7 +232,7 @@ async def test_a_flow_that_changed_within_the_retention_is_kept(
 async def test_a_flow_that_owes_something_is_kept(
     engine: Engine, clock: Clock, rows: Rows, connection: asyncpg.Connection, owed: str
 ) -> None:
-    await insert_flow(engine, connection)
+    await flow_of(engine)
     owes = {
         "cancel_backlog": _OWE,
         "pending_cancel_group": "insert into pending_cancel_group select partition_key, flow_id, flow_id, 1 from flow",
@@ -242,8 +255,8 @@ async def test_the_edges_of_a_flow_are_deleted_in_steps(
 ) -> None:
     members = [await given.completed() for _ in range(6)]
     edges = [(upstream, downstream) for at, upstream in enumerate(members) for downstream in members[at + 1 :]]
-    await settle(connection, await insert_flow(engine, connection, members, edges))
-    await insert_flow(engine, connection)
+    await settle(engine, await flow_of(engine, members, edges))
+    await flow_of(engine)
     await clock.advance(seconds=DAY + 1)
     assert await trim(engine) == 6
     left = []
@@ -257,8 +270,8 @@ async def test_the_edges_of_a_flow_are_deleted_in_steps(
 async def test_a_locked_flow_is_left_for_later(
     engine: Engine, clock: Clock, rows: Rows, connection: asyncpg.Connection
 ) -> None:
-    locked = await insert_flow(engine, connection)
-    await insert_flow(engine, connection)
+    locked = await flow_of(engine)
+    await flow_of(engine)
     await clock.advance(seconds=DAY + 1)
     async with connection.transaction():
         await connection.execute("select from flow where flow_id = $1 for update", locked)
@@ -270,11 +283,70 @@ async def test_a_locked_flow_is_left_for_later(
 async def test_kept_flows_do_not_delay_others(
     engine: Engine, clock: Clock, rows: Rows, connection: asyncpg.Connection
 ) -> None:
-    live = [await insert_flow(engine, connection) for _ in range(5)]
+    live = [await flow_of(engine) for _ in range(5)]
     await connection.execute("update flow set live_count = 1")
-    spent = await insert_flow(engine, connection)
+    spent = await flow_of(engine)
     await clock.advance(seconds=DAY + 1)
     assert await sweep(engine, limit=2) == 1
     assert {row["flow_id"] for row in await rows.of("flow")} == set(live)
     assert spent not in live
     await connection.execute("update flow set live_count = 0")
+
+
+async def test_a_new_execution_with_the_id_of_a_deleted_member_does_not_inherit_its_edges(
+    engine: Engine, given: Given, clock: Clock, rows: Rows
+) -> None:
+    first, second, third = [await given.created() for _ in range(3)]
+    flow_id = await flow_of(engine, [first, second, third], [(first, second)])
+    for _ in range(3):
+        await engine.complete((await given.claim()).handle)
+        await settle(engine, flow_id)
+    assert await engine.trim_retention(retention_ms=0) == 3
+    edges = await rows.of("edge")
+    for nth, execution_id in enumerate((first, second, third)):
+        assert await given.completed(execution_id=execution_id) == execution_id
+        if nth < 2:
+            async with rows.unchanged():
+                await refused(engine.add_execution_to_flow(flow_id, execution_id), "execution_already_in_flow", "id")
+    # Without edges there is nothing to inherit, and edges of another flow do not matter.
+    assert isinstance(await engine.add_execution_to_flow(flow_id, third), Added)
+    other = await flow_of(engine, [first, second])
+    await connect(engine, other, second, first)
+    assert await rows.of("edge", flow_id=flow_id) == edges
+    await clock.advance(seconds=DAY + 1)
+    assert await trim(engine) == 3
+    await clock.advance(seconds=RECHECK + 1)
+    assert await sweep(engine) == 2
+    again = await given.completed(execution_id=first)
+    await engine.create_flow(flow_id, flow_kind="dag", namespace="tests")
+    assert isinstance(await engine.add_execution_to_flow(flow_id, again), Added)
+
+
+async def test_a_flow_that_changes_while_it_is_trimmed_is_kept_or_refuses_the_change(
+    engine: Engine, given: Given, clock: Clock, rows: Rows
+) -> None:
+    outcomes = set()
+    for nth in range(10):
+        flow_id = await flow_of(engine)
+        await clock.advance(seconds=DAY + 1)
+        execution_id = await given.created(execution_id=f"{{fp:{partition_of(engine, flow_id)}}}:{uuid4()}")
+        await asyncio.gather(
+            *([sweep(engine)] if nth % 2 else []),
+            added := asyncio.ensure_future(_code(engine.add_execution_to_flow(flow_id, execution_id))),
+            *([] if nth % 2 else [sweep(engine)]),
+        )
+        outcomes.add(added.result())
+        is_kept = await rows.of("flow", flow_id=flow_id) != []
+        assert is_kept == (added.result() == "added")
+        await engine.cancel_execution(execution_id=execution_id, reason="x")
+        if is_kept:
+            await settle(engine, flow_id)
+    assert outcomes <= {"added", "flow_not_found"}
+
+
+async def _code(call: Awaitable[object]) -> str:
+    try:
+        await call
+    except EngineError as refusal:
+        return refusal.code
+    return "added"

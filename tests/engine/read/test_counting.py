@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from engine.counts import COLUMNS, miscounts, recount
-from engine.flows import insert_flow
+from engine.flows import flow_of
 from engine.reach import one_of
 from engine.state import claim, items, new, refused, revoke
 from engine.waits import suspend_args
@@ -354,7 +354,7 @@ async def test_the_members_of_a_flow_are_counted_by_its_id(
 ) -> None:
     members = [await given.completed(), await given.failed(), await given.cancelled(execution_kind="other")]
     members += [await given.created() for _ in range(3)]
-    flow_id = await insert_flow(engine, connection, members, [(members[3], members[4])])
+    flow_id = await flow_of(engine, members, [(members[3], members[4])])
     await given.completed(lane_id="other")
     await given.created()
     states = {"waiting": 2, "waiting_children": 1, "completed": 1, "failed": 1, "cancelled": 1}

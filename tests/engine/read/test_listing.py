@@ -9,7 +9,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from engine.flows import insert_flow
+from engine.flows import flow_of
 from engine.state import block, claim, items, new, refused
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
@@ -178,7 +178,7 @@ async def test_the_completion_filters_match_only_ended_executions(engine: Engine
 async def test_a_flow_is_listed_by_its_id(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     member = await given.created()
     await given.created()
-    flow_id = await insert_flow(engine, connection, [member])
+    flow_id = await flow_of(engine, [member])
     assert await listed(engine, flow_id=flow_id) == [member]
     assert await listed(engine, flow_id=str(flow_id), public_state="failed") == []
     assert await listed(engine, flow_id=uuid4()) == []
@@ -195,7 +195,7 @@ async def test_a_list_of_a_flow_has_each_member_once_in_every_order_and_with_eve
         options = {"tags": {"a.b": str(nth % 2)}, "execution_kind": f"kind{nth % 2}", "namespace": f"n{nth % 4}"}
         members.append(await given.created(**options) if nth % 4 else await given.cancelled(**options))
         await given.created(tags={"a.b": "1"})
-    flow_id = await insert_flow(engine, connection, members)
+    flow_id = await flow_of(engine, members)
     lines = (await engine.list_executions(flow_id=flow_id)).executions
     ordered = [line.execution_id for line in lines]
     assert sorted(ordered) == sorted(members)

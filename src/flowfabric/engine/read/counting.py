@@ -65,7 +65,9 @@ class Counting:
         if flow_id is None:
             rows = await self._store.fetch(SQL.count_executions, **values)
         else:
-            rows = await self._store.fetch(SQL.count_members, flow_id=parse_uuid(flow_id, "flow_id"), **values)
+            rows = await self._store.fetch(
+                SQL.count_executions_of_flow, flow_id=parse_uuid(flow_id, "flow_id"), **values
+            )
         return sorted(map(_count, rows), key=_sort_key)
 
 

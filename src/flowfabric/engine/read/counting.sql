@@ -102,7 +102,7 @@ tally as (
 -- include: groups
 ;
 
--- name: count_members
+-- name: count_executions_of_flow
 -- The number of members of a flow with the given namespaces, lanes, kinds and states, grouped by the requested dimensions. Reads every
 -- member.
 with wanted as materialized (
