@@ -1,6 +1,7 @@
 """Flows of given executions, built by real operations, and the cascade at a time that the test chooses."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 from uuid import uuid4
 
 from flowfabric.engine.engine import Engine
@@ -27,7 +28,11 @@ async def connect(engine: Engine, flow_id: FlowId, upstream: ExecutionId, downst
     """Stage and apply an edge of a flow."""
     found = await engine.describe_flow(flow_id)
     assert found is not None
-    edge = {"edge_id": uuid4(), "upstream_execution_id": upstream, "downstream_execution_id": downstream}
+    edge: dict[str, Any] = {
+        "edge_id": uuid4(),
+        "upstream_execution_id": upstream,
+        "downstream_execution_id": downstream,
+    }
     staged = await engine.stage_dependency_edge(flow_id, expected_graph_revision=found.graph_revision, **edge)
     await engine.apply_dependency_to_child(flow_id, graph_revision=staged.new_graph_revision, **edge)
 

@@ -1,10 +1,8 @@
-"""Flows for tests of cancellation: rows of flows and of their membership, around executions made by real operations."""
+"""Flows for tests of cancellation, with members in any state."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from uuid import UUID, uuid4
-
-import asyncpg
 
 from fixtures import Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
@@ -16,11 +14,10 @@ PARTITIONS = Partitions(flow=256, budget=32, quota=32)
 class Flow:
     """A flow, and executions that join it."""
 
-    def __init__(self, given: Given, connection: asyncpg.Connection, flow_id: FlowId) -> None:
+    def __init__(self, given: Given, flow_id: FlowId) -> None:
         self.flow_id = flow_id
         self.partition = flow_partition(flow_id, PARTITIONS.flow)
         self._given = given
-        self._connection = connection
 
     @property
     def engine(self) -> Engine:
@@ -33,17 +30,8 @@ class Flow:
 
     async def add(self, *execution_ids: ExecutionId) -> None:
         """Make executions members of the flow."""
-        await self._connection.execute(
-            "update execution set flow_id = $1 where execution_id = any($2::uuid[])",
-            self.flow_id,
-            [uuid_of(each) for each in execution_ids],
-        )
-        await self._connection.execute(
-            """update flow set node_count = node_count + $2, live_count = live_count + $2,
-                               graph_revision = graph_revision + $2 where flow_id = $1""",
-            self.flow_id,
-            len(execution_ids),
-        )
+        for each in execution_ids:
+            await self.engine.add_execution_to_flow(self.flow_id, each)
 
     async def member(self, make: Callable[..., Awaitable[Any]] | None = None, **overrides: Any) -> Any:
         """What `make`, by default `given.created`, returns for a new member."""
@@ -74,17 +62,10 @@ class Flow:
         return {f"{{fp:{row['partition_key']}}}:{row['execution_id']}": row["public_state"] for row in found}
 
 
-async def new_flow(given: Given, connection: asyncpg.Connection) -> Flow:
+async def new_flow(given: Given) -> Flow:
     """A new flow without members."""
-    flow = Flow(given, connection, FlowId(uuid4()))
-    # Names get their numbers from an execution.
-    await given.cancelled()
-    await connection.execute(
-        """insert into flow (partition_key, flow_id, namespace_no, flow_kind, created_at, last_mutation_at)
-           select $1, $2, namespace_no, 'dag', ff_now(), ff_now() from namespace where namespace = 'tests'""",
-        flow.partition,
-        flow.flow_id,
-    )
+    flow = Flow(given, FlowId(uuid4()))
+    await given.engine.create_flow(flow.flow_id, flow_kind="dag", namespace="tests")
     return flow
 
 
