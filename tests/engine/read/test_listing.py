@@ -17,6 +17,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import listing
 from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.execution import ExecutionPage, ExecutionSummary
+from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import PublicState
 
 
@@ -188,7 +189,7 @@ async def test_a_list_of_a_flow_has_each_member_once_in_every_order_and_with_eve
     engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await clock.stop()
-    members: list[str] = []
+    members: list[ExecutionId] = []
     for nth in range(12):
         # Three of each time, whose ids are in an order of their own.
         await clock.advance(ms=nth % 3 == 0)
