@@ -149,6 +149,8 @@ class Parts:
         )
         flow_endings = services.add(FlowEndings(store))
         self.flow_retention = services.add(FlowRetention(store))
+        self.members = services.add(Members(store))
+        self.upstreams = services.add(Upstreams(store))
 
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)
@@ -167,9 +169,6 @@ class Parts:
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))
         self.identities = services.add(Identities(store))
-        self.upstreams = services.add(Upstreams(store))
-        self.members = services.add(Members(store))
-        for kind in (Lanes, View, Explain, Flows, Listing, Counting, Consistency):
         for kind in (Lanes, View, Explain, Flows, FlowListing, Listing, Counting, Consistency):
             services.add(kind(store))
         changes = (self.cancel_many, services[Replays], services[Priority])
