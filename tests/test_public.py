@@ -165,7 +165,7 @@ async def test_an_editor_completes_only_what_users_need_of_the_rest(url: str) ->
             "worker",
         ],
         "Flow": ["add", "after", "id", "kind", "submit"],
-        "FlowRun": ["cancel", "id", "is_duplicate", "result", "run", "runs", "status", "wait"],
+        "FlowRun": ["cancel", "id", "is_duplicate", "replay", "result", "run", "runs", "status", "wait"],
         "Task": ["bind", "lane", "name", "options", "run", "submit", "submit_many"],
         "Run": [
             "cancel",

@@ -13,9 +13,9 @@ from flowfabric.fabric.node import Node
 from flowfabric.fabric.run import UNSERVED_SECONDS, Run, RunFabric
 from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import EngineError, NotFoundError, error
-from flowfabric.model.flow import CancellationPolicy, FlowStatus
+from flowfabric.model.flow import MAX_NODES, CancellationPolicy, FlowStatus
 from flowfabric.model.ids import FlowId
-from flowfabric.model.states import ENDED_STATES, PublicState
+from flowfabric.model.states import ENDED_STATES, PublicState, TerminalOutcome
 from flowfabric.model.text import listed, shown
 
 Value = TypeVar("Value")
@@ -192,6 +192,28 @@ class FlowRun:
             raise error("flow_already_terminal", f"flow {self.id} has already ended")
         await self._fabric.engine.cancel_flow(flow_id=self._flow_id, reason=reason, cancellation_policy=policy)
 
+    async def replay(self, reason: str | None = None, *, by: str | None = None) -> list[Run[Any]]:
+        """Run again what failed, expired or was cancelled, and what was skipped because of it; return these runs.
+
+        Runs that have succeeded keep their results. Does nothing if the flow has completed. The runs are replayed one
+        by one; if one of them is refused, those before it stay replayed.
+        """
+        unmet = await self._unmet(limit=MAX_NODES)
+        if unmet.final_count == 0:
+            if await self._read_progress() is None:
+                raise self._not_found()
+            return []
+        order = {run.id: nth for nth, run in enumerate(self._runs)}
+        # What failed first, so that nothing that was skipped finds an upstream run that has ended.
+        again = sorted(
+            (each for each in unmet.first if each.is_cause or each.outcome is TerminalOutcome.SKIPPED),
+            key=lambda each: (not each.is_cause, order.get(each.execution_id, 0), each.execution_id),
+        )
+        runs = [Run[Any](self._fabric, each.execution_id, None) for each in again]
+        for run in runs:
+            await run.replay(reason, by=by)
+        return runs
+
     async def _wait(self, timeout: Duration | None) -> FlowStatus:
         seconds = None if timeout is None else milliseconds(timeout, "timeout") / 1000
         began = time.monotonic()
@@ -221,8 +243,8 @@ class FlowRun:
             return FlowStatus.COMPLETED
         return status
 
-    async def _unmet(self) -> UnmetMembers:
-        return await parts_of(self._fabric.engine).members.list_unmet(self._flow_id, limit=MAX_CAUSES)
+    async def _unmet(self, *, limit: int = MAX_CAUSES) -> UnmetMembers:
+        return await parts_of(self._fabric.engine).members.list_unmet(self._flow_id, limit=limit)
 
     async def _read_progress(self) -> FlowProgress | None:
         return await parts_of(self._fabric.engine).members.read_progress(self._flow_id)
