@@ -3,6 +3,7 @@
 from flowfabric.model.attempt import Attempt, CurrentAttempt, Failure, FailureClass, FailureReason
 from flowfabric.model.execution import (
     Cancelled,
+    Changed,
     Created,
     Duplicate,
     Ended,
@@ -35,6 +36,7 @@ from flowfabric.model.explanation import (
     SignalsReason,
     UnmetEdge,
 )
+from flowfabric.model.flow import FlowEnded, FlowState, FlowStatus, FlowSummary
 from flowfabric.model.grant import (
     ClaimGrant,
     Granted,
@@ -65,6 +67,7 @@ from flowfabric.model.lease import (
     Promoted,
     Renewed,
     RetryScheduled,
+    Revoked,
     TerminalFailed,
 )
 from flowfabric.model.resume import Resumed, ResumeTrigger
@@ -118,6 +121,7 @@ __all__ = [
     "BudgetReason",
     "Cancelled",
     "Capabilities",
+    "Changed",
     "ClaimGrant",
     "ClaimedExecution",
     "Closed",
@@ -146,6 +150,10 @@ __all__ = [
     "FailureClass",
     "FailureReason",
     "Fence",
+    "FlowEnded",
+    "FlowState",
+    "FlowStatus",
+    "FlowSummary",
     "GrantNotFound",
     "Granted",
     "GrantedClaim",
@@ -186,6 +194,7 @@ __all__ = [
     "ResumeTrigger",
     "Resumed",
     "RetryScheduled",
+    "Revoked",
     "Rotated",
     "RotationEntry",
     "RunningReason",

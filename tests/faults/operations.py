@@ -317,6 +317,12 @@ def _service_operations() -> list[Operation]:
         lambda e, s: e.expire_execution(s.execution_id, "execution_deadline"),
         "deadline",
     )
+    add("revoke_lease", claimed, lambda e, s: e.revoke_lease(s.execution_id, reason="x"))
+    add("revoke_lease", streaming, lambda e, s: e.revoke_lease(s.execution_id, reason="x"), "with a stream")
+    add("revoke_lease", past_lease, lambda e, s: e.revoke_lease(s.execution_id, reason="x"), "of an expired lease")
+    add("change_priority", created, lambda e, s: e.change_priority(s.execution_id, 7))
+    add("project_flow_summary", in_flow, lambda e, s: e.project_flow_summary(s.flow_id))
+    add("project_due", in_flow, lambda e, _: parts_of(e).flow_summaries.project_due())
     add("mark_lease_expired_if_due", past_lease, lambda e, s: e.mark_lease_expired_if_due(s.execution_id))
     add("set_execution_tag", created, lambda e, s: e.set_execution_tag(s.execution_id, "app.key", "value"))
     add(
