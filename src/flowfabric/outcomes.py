@@ -2,6 +2,7 @@
 
 from flowfabric.model.attempt import Attempt, CurrentAttempt, Failure, FailureClass, FailureReason
 from flowfabric.model.execution import (
+    BulkResult,
     Cancelled,
     Changed,
     Created,
@@ -16,6 +17,7 @@ from flowfabric.model.execution import (
     ExecutionSummary,
     Inconsistency,
     NewExecution,
+    Replayed,
 )
 from flowfabric.model.explanation import (
     BudgetReason,
@@ -37,6 +39,7 @@ from flowfabric.model.explanation import (
     UnmetEdge,
 )
 from flowfabric.model.flow import FlowEnded, FlowState, FlowStatus, FlowSummary
+from flowfabric.model.flow import FlowAlreadySatisfied, FlowEdge, FlowNode, FlowSubmitted
 from flowfabric.model.grant import (
     ClaimGrant,
     Granted,
@@ -119,6 +122,7 @@ __all__ = [
     "AttemptType",
     "BackendIdentity",
     "BudgetReason",
+    "BulkResult",
     "Cancelled",
     "Capabilities",
     "Changed",
@@ -154,6 +158,10 @@ __all__ = [
     "FlowState",
     "FlowStatus",
     "FlowSummary",
+    "FlowAlreadySatisfied",
+    "FlowEdge",
+    "FlowNode",
+    "FlowSubmitted",
     "GrantNotFound",
     "Granted",
     "GrantedClaim",
@@ -188,6 +196,7 @@ __all__ = [
     "Refreshed",
     "Registered",
     "Renewed",
+    "Replayed",
     "ResumeGrant",
     "ResumeSignal",
     "ResumeToken",

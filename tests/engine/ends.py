@@ -7,9 +7,10 @@ from typing import Any
 
 import asyncpg
 
+from engine.flow.graphs import BuiltFlow
 from engine.state import claim, refused
 from engine.waits import suspend_args, triple
-from fixtures import Clock, Given, uuid_of
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import Attachment, EndedLease
 from flowfabric.engine.core.transition import Move
@@ -281,8 +282,18 @@ async def delay(scene: Scene) -> AsyncIterator[ExecutionId]:
 
 
 @way(Move.CHILDREN_DONE)
-async def wait_children(scene: Scene) -> AsyncIterator[ExecutionId]:
+async def wait_for_no_children(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.claimed()
+    yield handle.execution_id
+    await scene.engine.wait_children(handle)
+
+
+@way(Move.WAITING_CHILDREN)
+async def wait_for_children(scene: Scene) -> AsyncIterator[ExecutionId]:
+    flow = await BuiltFlow.create(scene.given, Rows(scene.connection))
+    handle = await scene.claimed(execution_id=flow.mint())
+    await flow.add(handle.execution_id)
+    await flow.connect(await flow.member(lane_id="upstream"), handle.execution_id)
     yield handle.execution_id
     await scene.engine.wait_children(handle)
 

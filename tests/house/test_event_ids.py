@@ -4,6 +4,7 @@ Feeds rely on it: the events of a transaction that began after a snapshot have g
 """
 
 import re
+from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -15,6 +16,7 @@ from engine.waits import suspend_run
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
+from flowfabric.model.ids import mint_for_flow
 
 from .test_statements import ALL
 
@@ -95,6 +97,22 @@ async def test_every_statement_that_writes_events_has_a_transaction_id_before(
     for _ in range(2):
         await engine.cancel_execution(execution_id=await flow.member(), reason="not wanted")
         assert await engine.wait_for_flow(flow.flow_id, 30_000) is not None
+
+    flow_id = uuid4()
+    await engine.create_flow(flow_id, flow_kind="dag", namespace="tests")
+    ended = await given.completed(execution_id=mint_for_flow(flow_id, parts_of(engine).store.rules.partitions))
+    await engine.add_execution_to_flow(flow_id, ended)
+    await engine.cancel_flow(flow_id, reason="not wanted", cancellation_policy="cancel_all")
+    member = {
+        "lane_id": "flows",
+        "execution_kind": "job",
+        "input_payload": b"1",
+        "creator_identity": "test",
+        "tags": instance,
+    }
+    await engine.submit_flow(flow_kind="dag", namespace="tests", nodes=[{"name": "only", **member}])
+
+    await engine.replay_execution(execution_id=runs[0].execution_id)
 
     queries = await checked.fetch("select distinct query from test_writer")
     assert {match[1] for row in queries if (match := re.match(r"/\* (\w+) \*/", row["query"]))} == WRITERS

@@ -189,6 +189,7 @@ def _operations() -> Sequence[Operation]:
             lambda s: s.engine.cancel_execution(execution_id=s.execution_id, reason="x", source="lease_holder"),
             "a holder without a fence",
         ),
+        operation("replay_execution", lambda s: s.engine.replay_execution(execution_id=s.execution_id)),
         operation("set_execution_tag", lambda s: s.engine.set_execution_tag(s.execution_id, "app.key", "value")),
         operation("mark expired leases", lambda s: parts_of(s.engine).lease_expiry.sweep(), "sweep"),
         operation("promote delayed executions", lambda s: parts_of(s.engine).delays.promote_due(), "sweep"),

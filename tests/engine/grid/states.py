@@ -22,6 +22,7 @@ from ..state import (  # noqa: TID252
     EXPIRED_LEASE,
     FAILED,
     PARKED,
+    REPLAYED,
     RESUMABLE,
     RETRYABLE,
     REVOKED,
@@ -194,6 +195,11 @@ async def _retryable(subject: Subject) -> None:
     await subject.engine.promote_delayed(subject.execution_id)
 
 
+async def _replayed(subject: Subject) -> None:
+    await _completed(subject)
+    await subject.engine.replay_execution(execution_id=subject.execution_id)
+
+
 async def _parked(subject: Subject) -> None:
     await _active(subject)
     await subject.engine.delay(subject.handle, await subject.clock.now() + MINUTE)
@@ -302,6 +308,12 @@ STATES = {
         vector=RETRYABLE,
         attempts=("ended_failure",),
         reach=_retryable,
+    ),
+    "replayed": State(
+        means="ended, and replayed: a new attempt is claimable",
+        vector=REPLAYED,
+        attempts=("ended_success",),
+        reach=_replayed,
     ),
     "parked": State(
         means="its worker delayed it; the attempt continues later",

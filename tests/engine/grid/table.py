@@ -12,6 +12,7 @@ from ..state import (  # noqa: TID252
     EXPIRED_LEASE,
     FAILED,
     PARKED,
+    REPLAYED,
     RESUMABLE,
     REVOKED,
     WAITING,
@@ -42,6 +43,7 @@ class Moved:
     """Whether a lease is issued, which raises the epoch by one."""
     retries: int = 0
     reclaims: int = 0
+    replays: int = 0
     grants: str = "same"
     """How many grants are left: same, none, one, or any if the specification leaves it open."""
     is_transition: bool = True
@@ -70,8 +72,10 @@ MARKED = Moved(answer="Marked", to=EXPIRED_LEASE, events=("expired",), is_transi
 ABSENT = ("absent",)
 UNTRIED = ("waiting", "delayed", "due", "past_deadline", "granted", "grant_expired")
 TRIED = ("backing_off", "retryable")
+BETWEEN = (*TRIED, "replayed")
+"""No attempt is in progress, and a new one will follow."""
 INTERRUPTED = ("parked", "parked_due", "resumable", "resume_granted")
-RUNNABLE = (*UNTRIED, *TRIED, *INTERRUPTED)
+RUNNABLE = (*UNTRIED, *BETWEEN, *INTERRUPTED)
 HELD = ("active", "past_timeout", "past_last_timeout")
 UNGRANTED = ("lease_expired", "lost_past_timeout", "lease_revoked")
 LOST = (*UNGRANTED, "reclaim_granted")
@@ -79,6 +83,7 @@ ENDED = ("completed", "failed", "cancelled", "expired")
 LATER = ("delayed", "due", "backing_off", "parked", "parked_due")
 """Runnable, but not eligible until a time."""
 NEW = ("waiting", "past_deadline")
+AGAIN = ("retryable", "replayed")
 EVERY = tuple(STATES)
 
 
@@ -188,7 +193,7 @@ MARKED_AND_RECLAIMED = Moved(
 FRESH_PAST_A_GRANT = Moved(answer="Fresh", to=ACTIVE, events=("acquired",), begins=True, leases=True, grants="any")
 SEARCHED = whole(
     each(EVERY, Same("nothing")),
-    each((*NEW, "due", "retryable"), FRESH),
+    each((*NEW, "due", *AGAIN), FRESH),
     {"grant_expired": FRESH_PAST_A_GRANT},
     each(("resumable", "parked_due"), RESUMED),
     each(UNGRANTED, RECLAIMED),
@@ -209,12 +214,12 @@ CLAIM_EXECUTION: dict[str, Expected] = {
     **NOT_FOUND,
     **each((*LATER, *HELD, "past_expiry", *LOST, *ENDED), NOT_LEASEABLE),
     **each(("resumable", "resume_granted"), Refused("use_claim_resumed_execution")),
-    **each((*NEW, "retryable"), NO_GRANT),
+    **each((*NEW, *AGAIN), NO_GRANT),
 }
 CLAIM_RESUMED: dict[str, Expected] = {
     **NOT_FOUND,
     **each((*LATER, *HELD, "past_expiry", *LOST, *ENDED), NOT_LEASEABLE),
-    **each((*NEW, "granted", "grant_expired", "retryable"), NOT_RESUMED),
+    **each((*NEW, "granted", "grant_expired", *AGAIN), NOT_RESUMED),
     "resumable": RESUMED,
 }
 RECLAIM: dict[str, Expected] = {
@@ -242,17 +247,17 @@ FUSED_RESUMED = Moved(
 BY_GRANT: dict[str, Row] = {
     "claim_for_worker": whole(
         each(EVERY, Same("NoWork")),
-        each((*NEW, "retryable", "resumable", "grant_expired", *UNGRANTED), GRANTED),
+        each((*NEW, *AGAIN, "resumable", "grant_expired", *UNGRANTED), GRANTED),
         {"due": GRANTED_DUE, "parked_due": replace(GRANTED_DUE, to=RESUMABLE), "past_expiry": MARKED_AND_GRANTED},
     ),
     "scan_eligible_executions": whole(
         each(EVERY, Same("nothing")),
-        each((*NEW, "retryable", "resumable", "grant_expired"), Same("found")),
+        each((*NEW, *AGAIN, "resumable", "grant_expired"), Same("found")),
     ),
     "issue_claim_grant": whole(
         NOT_FOUND,
         each((*LATER, *HELD, "past_expiry", *LOST, *ENDED), NOT_ELIGIBLE),
-        each((*NEW, "retryable", "resumable", "grant_expired"), GRANTED),
+        each((*NEW, *AGAIN, "resumable", "grant_expired"), GRANTED),
         each(("granted", "resume_granted"), GRANT_EXISTS),
     ),
     "claim_execution": whole(
@@ -276,7 +281,7 @@ BY_GRANT: dict[str, Row] = {
         each((*HELD, "past_expiry", *LOST, *ENDED), NOT_ELIGIBLE),
         each(("delayed", "due", "backing_off"), Refused("execution_not_in_eligible_set")),
         each(("parked", "parked_due"), NOT_ELIGIBLE),
-        each((*NEW, "retryable", "grant_expired"), FUSED),
+        each((*NEW, *AGAIN, "grant_expired"), FUSED),
         {"resumable": FUSED_RESUMED},
         each(("granted", "resume_granted"), GRANT_EXISTS),
     ),
@@ -300,7 +305,7 @@ CANCEL: dict[str, Expected] = {
     **NOT_FOUND,
     **each(UNTRIED, replace(CANCELLED_UNHELD, to=CANCELLED_BEFORE_FIRST_ATTEMPT)),
     "grant_expired": replace(CANCELLED_UNHELD, to=CANCELLED_BEFORE_FIRST_ATTEMPT, grants="any"),
-    **each(TRIED, CANCELLED_UNHELD),
+    **each(BETWEEN, CANCELLED_UNHELD),
     **each((*INTERRUPTED, *LOST), replace(CANCELLED_UNHELD, last="ended_cancelled")),
     **each((*HELD, "past_expiry"), replace(CANCELLING, answer="Cancelled")),
     **each(("completed", "failed", "expired"), NOT_ACTIVE),
@@ -337,6 +342,9 @@ REVOKE: dict[str, Expected] = {
     "lease_revoked": Same("already_revoked"),
 }
 REPRIORITIZED = Moved(answer="Changed", events=("operator_action priority_changed",), is_transition=False)
+REPLAYING = Moved(
+    answer="Replayed", to=REPLAYED, events=("replay_initiated normal", "operator_action replayed"), replays=1
+)
 
 BY_ANYONE: dict[str, Row] = {
     "create_execution": whole(each(EVERY, Same("Duplicate")), {"absent": Moved(answer="Created", to=WAITING)}),
@@ -348,6 +356,7 @@ BY_ANYONE: dict[str, Row] = {
     "cancel_execution, a holder without a fence": whole(
         CANCEL, each(UNREVOKED, Refused("invalid_input")), CANCEL_REVOKED
     ),
+    "replay_execution": whole(each(EVERY, Refused("execution_not_terminal")), NOT_FOUND, each(ENDED, REPLAYING)),
     "set_execution_tag": whole(each(EVERY, Moved(answer="nothing", is_transition=False)), NOT_FOUND),
     "mark_lease_expired_if_due": whole(
         each((*RUNNABLE, *ENDED), Same("not_active")),
