@@ -30,6 +30,7 @@ from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.flow.park import ChildWaits
 from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.flow.resolve import Resolver
+from flowfabric.engine.flow.retention import FlowRetention
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.flow.summary import FlowSummaries
@@ -122,7 +123,6 @@ class Parts:
         )
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
-
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         resolver = Resolver(store, lease_ends)
@@ -146,6 +146,7 @@ class Parts:
             )
         )
         flow_endings = services.add(FlowEndings(store))
+        self.flow_retention = services.add(FlowRetention(store))
 
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)
@@ -166,10 +167,9 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Flows, FlowListing, Listing, Counting, Consistency):
             services.add(kind(store))
-        waits = (self.tails, feeds, self.flow_cancel, flow_endings)
         changes = (self.cancel_many, services[Replays], services[Priority])
         services.add(Matching(services[Listing], services[View], *changes))
-        waits = (self.tails, feeds, flow_cancel, flow_endings)
+        waits = (self.tails, feeds, self.flow_cancel, flow_endings)
         drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
         cascades = (self.flow_cancel, self.cascade, self.siblings)
         drains = [flow_endings.close, *(service.drain for service in (*drained, *cascades))]
