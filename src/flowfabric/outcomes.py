@@ -38,8 +38,16 @@ from flowfabric.model.explanation import (
     SignalsReason,
     UnmetEdge,
 )
-from flowfabric.model.flow import FlowEnded, FlowState, FlowStatus, FlowSummary
-from flowfabric.model.flow import FlowAlreadySatisfied, FlowEdge, FlowNode, FlowSubmitted
+from flowfabric.model.flow import (
+    FlowAlreadySatisfied,
+    FlowEdge,
+    FlowEnded,
+    FlowNode,
+    FlowState,
+    FlowStatus,
+    FlowSubmitted,
+    FlowSummary,
+)
 from flowfabric.model.grant import (
     ClaimGrant,
     Granted,
@@ -154,14 +162,14 @@ __all__ = [
     "FailureClass",
     "FailureReason",
     "Fence",
-    "FlowEnded",
-    "FlowState",
-    "FlowStatus",
-    "FlowSummary",
     "FlowAlreadySatisfied",
     "FlowEdge",
+    "FlowEnded",
     "FlowNode",
+    "FlowState",
+    "FlowStatus",
     "FlowSubmitted",
+    "FlowSummary",
     "GrantNotFound",
     "Granted",
     "GrantedClaim",

@@ -25,6 +25,7 @@ from .preparations import (
     delayed_until,
     due,
     granted,
+    in_ended_flow,
     in_flow,
     keyless,
     lease_expired,
@@ -472,6 +473,9 @@ def _reads() -> list[Operation]:
     add("list_executions", created, lambda e, s: e.list_executions(lane_id=s.lane_id))
     add("count_executions", completed, lambda e, s: e.count_executions(lane_id=s.lane_id))
     add("find_inconsistencies", completed, lambda e, _: e.find_inconsistencies())
+    add("read_flow_summary", in_flow, lambda e, s: e.read_flow_summary(s.flow_id))
+    add("wait_for_flow", in_ended_flow, lambda e, s: e.wait_for_flow(s.flow_id, 10_000))
+    add("wait_for_flow", in_flow, lambda e, s: e.wait_for_flow(s.flow_id, 50), "until the end of its wait")
     add("wait_for_ending", completed, lambda e, s: e.wait_for_ending(s.execution_id, timeout=10))
     for feed, prepare in {
         "subscribe_completion": completed,
