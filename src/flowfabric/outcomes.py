@@ -4,6 +4,7 @@ from flowfabric.model.attempt import Attempt, CurrentAttempt, Failure, FailureCl
 from flowfabric.model.execution import (
     BulkResult,
     Cancelled,
+    Changed,
     Created,
     Duplicate,
     Ended,
@@ -37,7 +38,16 @@ from flowfabric.model.explanation import (
     SignalsReason,
     UnmetEdge,
 )
-from flowfabric.model.flow import FlowAlreadySatisfied, FlowEdge, FlowNode, FlowSubmitted
+from flowfabric.model.flow import (
+    FlowAlreadySatisfied,
+    FlowEdge,
+    FlowEnded,
+    FlowNode,
+    FlowState,
+    FlowStatus,
+    FlowSubmitted,
+    FlowSummary,
+)
 from flowfabric.model.grant import (
     ClaimGrant,
     Granted,
@@ -68,6 +78,7 @@ from flowfabric.model.lease import (
     Promoted,
     Renewed,
     RetryScheduled,
+    Revoked,
     TerminalFailed,
 )
 from flowfabric.model.resume import Resumed, ResumeTrigger
@@ -122,6 +133,7 @@ __all__ = [
     "BulkResult",
     "Cancelled",
     "Capabilities",
+    "Changed",
     "ClaimGrant",
     "ClaimedExecution",
     "Closed",
@@ -152,8 +164,12 @@ __all__ = [
     "Fence",
     "FlowAlreadySatisfied",
     "FlowEdge",
+    "FlowEnded",
     "FlowNode",
+    "FlowState",
+    "FlowStatus",
     "FlowSubmitted",
+    "FlowSummary",
     "GrantNotFound",
     "Granted",
     "GrantedClaim",
@@ -195,6 +211,7 @@ __all__ = [
     "ResumeTrigger",
     "Resumed",
     "RetryScheduled",
+    "Revoked",
     "Rotated",
     "RotationEntry",
     "RunningReason",

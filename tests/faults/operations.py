@@ -25,6 +25,7 @@ from .preparations import (
     delayed_until,
     due,
     granted,
+    in_ended_flow,
     in_flow,
     keyless,
     lease_expired,
@@ -353,6 +354,12 @@ def _service_operations() -> list[Operation]:
         lambda e, s: e.expire_execution(s.execution_id, "execution_deadline"),
         "deadline",
     )
+    add("revoke_lease", claimed, lambda e, s: e.revoke_lease(s.execution_id, reason="x"))
+    add("revoke_lease", streaming, lambda e, s: e.revoke_lease(s.execution_id, reason="x"), "with a stream")
+    add("revoke_lease", past_lease, lambda e, s: e.revoke_lease(s.execution_id, reason="x"), "of an expired lease")
+    add("change_priority", created, lambda e, s: e.change_priority(s.execution_id, 7))
+    add("project_flow_summary", in_flow, lambda e, s: e.project_flow_summary(s.flow_id))
+    add("project_due", in_flow, lambda e, _: parts_of(e).flow_summaries.project_due())
     add("mark_lease_expired_if_due", past_lease, lambda e, s: e.mark_lease_expired_if_due(s.execution_id))
     add("set_execution_tag", created, lambda e, s: e.set_execution_tag(s.execution_id, "app.key", "value"))
     add(
@@ -466,6 +473,9 @@ def _reads() -> list[Operation]:
     add("list_executions", created, lambda e, s: e.list_executions(lane_id=s.lane_id))
     add("count_executions", completed, lambda e, s: e.count_executions(lane_id=s.lane_id))
     add("find_inconsistencies", completed, lambda e, _: e.find_inconsistencies())
+    add("read_flow_summary", in_flow, lambda e, s: e.read_flow_summary(s.flow_id))
+    add("wait_for_flow", in_ended_flow, lambda e, s: e.wait_for_flow(s.flow_id, 10_000))
+    add("wait_for_flow", in_flow, lambda e, s: e.wait_for_flow(s.flow_id, 50), "until the end of its wait")
     add("wait_for_ending", completed, lambda e, s: e.wait_for_ending(s.execution_id, timeout=10))
     for feed, prepare in {
         "subscribe_completion": completed,

@@ -114,6 +114,7 @@ UNPOISONED = {
     "worker_registry_ttl_sweep",
     "worker_identity_trim",
     "stream_expiry",
+    "flow_projector",
     "event_partitions",
     "outbox_trim",
     "worker_event_trim",
