@@ -30,6 +30,12 @@ TABLES = (
     "stream",
     "stream_frame",
     "stream_summary",
+    "flow",
+    "edge",
+    "edge_group",
+    "cascade_entry",
+    "cancel_backlog_member",
+    "pending_cancel_group",
 )
 """The tables that grow with the load."""
 
