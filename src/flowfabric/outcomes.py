@@ -2,6 +2,7 @@
 
 from flowfabric.model.attempt import Attempt, CurrentAttempt, Failure, FailureClass, FailureReason
 from flowfabric.model.execution import (
+    BulkResult,
     Cancelled,
     Created,
     Duplicate,
@@ -15,6 +16,7 @@ from flowfabric.model.execution import (
     ExecutionSummary,
     Inconsistency,
     NewExecution,
+    Replayed,
 )
 from flowfabric.model.explanation import (
     BudgetReason,
@@ -35,6 +37,7 @@ from flowfabric.model.explanation import (
     SignalsReason,
     UnmetEdge,
 )
+from flowfabric.model.flow import FlowAlreadySatisfied, FlowEdge, FlowNode, FlowSubmitted
 from flowfabric.model.grant import (
     ClaimGrant,
     Granted,
@@ -116,6 +119,7 @@ __all__ = [
     "AttemptType",
     "BackendIdentity",
     "BudgetReason",
+    "BulkResult",
     "Cancelled",
     "Capabilities",
     "ClaimGrant",
@@ -146,6 +150,10 @@ __all__ = [
     "FailureClass",
     "FailureReason",
     "Fence",
+    "FlowAlreadySatisfied",
+    "FlowEdge",
+    "FlowNode",
+    "FlowSubmitted",
     "GrantNotFound",
     "Granted",
     "GrantedClaim",
@@ -180,6 +188,7 @@ __all__ = [
     "Refreshed",
     "Registered",
     "Renewed",
+    "Replayed",
     "ResumeGrant",
     "ResumeSignal",
     "ResumeToken",

@@ -32,6 +32,7 @@ ALL = {
 
 EXECUTION = ("partition_key", "execution_id")
 KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
+    # By its flow: the members of one flow.
     "execution": (EXECUTION, ("flow_id",)),
     "execution_input": (EXECUTION,),
     "execution_result": (EXECUTION,),
@@ -60,6 +61,7 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "cancel_backlog": (("partition_key", "flow_id"),),
     "cancel_backlog_member": (("partition_key", "flow_id"),),
     "cascade_entry": (("partition_key", "event_id"),),
+    "flow_summary": (("partition_key", "flow_id"),),
     "worker": (("partition_key", "namespace", "worker_instance_id"),),
     "worker_event": (("partition_key", "namespace", "worker_instance_id"),),
 }
@@ -84,6 +86,7 @@ ORDERED: dict[str, set[str]] = {
     "take_flows": {"flow_retained"},
     "take_hidden_frames": {"stream_due"},
     "list_due_streams": {"stream_due"},
+    "list_due_flows": {"flow_due"},
     "take_expired_keys": {"idempotency_key_due"},
     "take_old_grants": {"claim_grant_due"},
     "take_expired_workers": {"worker_due"},
@@ -98,6 +101,7 @@ ORDERED: dict[str, set[str]] = {
         "waitpoint_due",
         "claim_grant_due",
         "stream_due",
+        "flow_due",
         "worker_due",
     },
 }

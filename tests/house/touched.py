@@ -36,6 +36,9 @@ TABLES = (
     "cascade_entry",
     "cancel_backlog_member",
     "pending_cancel_group",
+    "flow_tag",
+    "edge",
+    "edge_group",
 )
 """The tables that grow with the load."""
 
