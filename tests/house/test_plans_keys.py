@@ -61,7 +61,6 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "cancel_backlog": (("partition_key", "flow_id"),),
     "cancel_backlog_member": (("partition_key", "flow_id"),),
     "cascade_entry": (("partition_key", "event_id"),),
-    "flow_summary": (("partition_key", "flow_id"),),
     "worker": (("partition_key", "namespace", "worker_instance_id"),),
     "worker_event": (("partition_key", "namespace", "worker_instance_id"),),
 }
