@@ -285,6 +285,7 @@ def _operations() -> list[Operation]:
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle))
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle, was_started=False), "not started")
     add("trim", past_retention, lambda e, _: parts_of(e).retention.trim_batch())
+    add("trim_retention", past_retention, lambda e, _: e.trim_retention())
     add("bring_forward", delayed, lambda e, s: parts_of(e).delays.bring_forward(s.handle))
     add("cancel", claimed, lambda e, s: e.cancel(s.handle, "x"))
     add("suspend", claimed, lambda e, s: e.suspend(s.handle, suspend_args(s)))
