@@ -19,7 +19,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, split_execution_id
-from flowfabric.model.lease import Completed
+from flowfabric.model.lease import AlreadySatisfied, Completed, Revoked
 
 BIT = Attachment(64)
 """A kind of attachment that only this test has."""
@@ -373,6 +373,20 @@ async def complete_after_the_lease_expired(scene: Scene) -> AsyncIterator[Execut
     handle = await scene.expired()
     yield handle.execution_id
     await refused(scene.engine.complete(handle, b"late"), "lease_expired")
+
+
+@way(Move.LEASE_EXPIRED)
+async def revoke_a_lost_lease(scene: Scene) -> AsyncIterator[ExecutionId]:
+    execution_id = await scene.lost()
+    yield execution_id
+    assert await scene.engine.revoke_lease(execution_id) == AlreadySatisfied(reason="already_expired")
+
+
+@way(Move.LEASE_REVOKED)
+async def revoke_lease(scene: Scene) -> AsyncIterator[ExecutionId]:
+    handle = await scene.claimed()
+    yield handle.execution_id
+    assert isinstance(await scene.engine.revoke_lease(handle.execution_id), Revoked)
 
 
 @way(Move.LEASE_EXPIRED)

@@ -416,6 +416,11 @@ def _service_operations() -> list[Operation]:
             idempotency_suffix=s.name,
         ),
     )
+    add(
+        "replay_execution",
+        completed,
+        lambda e, s: e.replay_execution(execution_id=s.execution_id, reason="x", requested_by="ada"),
+    )
     add("resume_execution", suspended, lambda e, s: e.resume_execution(execution_id=s.execution_id))
     add("expire_suspension", past_wait_timeout, lambda e, s: e.expire_suspension(s.execution_id))
     add(

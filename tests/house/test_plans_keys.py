@@ -53,6 +53,7 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "stream_frame": (EXECUTION,),
     "stream_summary": (EXECUTION,),
     "flow": (("partition_key", "flow_id"),),
+    "flow_summary": (("partition_key", "flow_id"),),
     "worker": (("partition_key", "namespace", "worker_instance_id"),),
     "worker_event": (("partition_key", "namespace", "worker_instance_id"),),
 }
@@ -74,6 +75,7 @@ ORDERED: dict[str, set[str]] = {
     "list_retained": {"retained_due"},
     "take_hidden_frames": {"stream_due"},
     "list_due_streams": {"stream_due"},
+    "list_due_flows": {"flow_due"},
     "take_expired_keys": {"idempotency_key_due"},
     "take_old_grants": {"claim_grant_due"},
     "take_expired_workers": {"worker_due"},
@@ -88,6 +90,7 @@ ORDERED: dict[str, set[str]] = {
         "waitpoint_due",
         "claim_grant_due",
         "stream_due",
+        "flow_due",
         "worker_due",
     },
 }

@@ -6,11 +6,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from flowfabric.engine.bulk.matching import Matching
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.execution.cancel import Cancel
 from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.execution.results import Results
+from flowfabric.engine.execution.retention import Retention
 from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
 from flowfabric.engine.fleet.lanes import Lanes
@@ -22,6 +24,7 @@ from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.ending import FlowEndings
 from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.flow.park import ChildWaits
+from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.flow.summary import FlowSummaries
@@ -64,16 +67,24 @@ STAGE = "alpha"
 class Engine:
     """The engine on one Postgres; get one from `Engine.connect`."""
 
-    # Executions: creating, cancelling, priorities, tags, results.
+    # Executions: creating, cancelling, replaying, priorities, tags, results.
+    # Executions: creating, cancelling, priorities, tags, results, deleting.
     create_execution = operation(Submit.create_execution)
     create_many = operation(Submit.create_many)
     cancel = operation(Cancel.cancel)
     cancel_execution = operation(Cancel.cancel_execution)
+    replay_execution = operation(Replays.replay_execution)
     change_priority = operation(Priority.change_priority)
     set_execution_tag = operation(Tags.set_execution_tag)
     set_execution_tags = operation(Tags.set_execution_tags)
     get_execution_tag = operation(Tags.get_execution_tag)
     wait_for_ending = operation(Results.wait_for_ending)
+    trim_retention = operation(Retention.trim_retention)
+
+    # Operations on all executions that match a filter.
+    cancel_matching = operation(Matching.cancel_matching)
+    replay_matching = operation(Matching.replay_matching)
+    change_priority_matching = operation(Matching.change_priority_matching)
 
     # Flows: graphs of executions.
     submit_flow = operation(SubmitFlow.submit_flow)

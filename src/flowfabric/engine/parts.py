@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
+from flowfabric.engine.bulk.matching import Matching
 from flowfabric.engine.core.consequence import Attachment, Consequence, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.event.feed import Feeds
@@ -27,7 +28,9 @@ from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.ending import FlowEndings
 from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.flow.park import ChildWaits
+from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.flow.resolve import Resolver
+from flowfabric.engine.flow.retention import FlowRetention
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.flow.summary import FlowSummaries
@@ -120,7 +123,6 @@ class Parts:
         )
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
-
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         resolver = Resolver(store, lease_ends)
@@ -129,6 +131,7 @@ class Parts:
         services.add(FlowTags(store))
         services.add(SubmitFlow(store, patience_ms=settings.submit_patience_ms))
         self.cascade = services.add(Cascade(store, resolver))
+        services.add(Replays(store, resolver, self.cascade))
         self.blocked = services.add(Blocked(store, resolver, self.cascade))
         self.siblings = services.add(Siblings(store, self.cancel_many))
         self.cancel_backlog = services.add(
@@ -143,6 +146,7 @@ class Parts:
             )
         )
         flow_endings = services.add(FlowEndings(store))
+        self.flow_retention = services.add(FlowRetention(store))
 
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)
@@ -163,6 +167,8 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Flows, FlowListing, Listing, Counting, Consistency):
             services.add(kind(store))
+        changes = (self.cancel_many, services[Replays], services[Priority])
+        services.add(Matching(services[Listing], services[View], *changes))
         waits = (self.tails, feeds, self.flow_cancel, flow_endings)
         drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
         cascades = (self.flow_cancel, self.cascade, self.siblings)

@@ -95,7 +95,10 @@ EDGES: list[Refusal] = [
     (edge(upstream=None), "invalid_input", "edges[1].upstream: no node has the name None"),
     (edge(downstream="a"), "self_referencing_edge", "edges[1]: node 'a' cannot depend on itself"),
     *((edge(dependency_kind=wrong), "invalid_input", "edges[1].dependency_kind: must") for wrong in ("", None, "\0")),
-    *((edge(data_passing_ref=wrong), "invalid_input", "edges[1].data_passing_ref:") for wrong in (5, LONE_SURROGATE)),
+    *(
+        (edge(data_passing_ref=wrong), "invalid_input", "edges[1].data_passing_ref:")
+        for wrong in (5, LONE_SURROGATE, "r" * 1025)
+    ),
     (flow("a b", "a>b b>a"), "cycle_detected", "edges: a -> b -> a is a cycle"),
     (flow("x d c b a", "x>a a>b b>c c>d d>a x>c"), "cycle_detected", "edges: d -> a -> b -> c -> d is a cycle"),
     (

@@ -14,6 +14,7 @@ from flowfabric.engine.flow.snapshot import edge_snapshot
 from flowfabric.engine.flow.state import MemberChange, change_members
 from flowfabric.engine.store import Store
 from flowfabric.model.edge import (
+    MAX_REF_CHARACTERS,
     SUCCESS_ONLY,
     AlreadyApplied,
     AlreadySet,
@@ -37,7 +38,6 @@ from flowfabric.model.text import check_length, check_range, check_short, check_
 SQL = statements_beside(__file__)
 
 MAX_REVISION = 2**63 - 1
-MAX_REF_CHARACTERS = 1024
 _UNHAPPY = frozenset({TerminalOutcome.FAILED, TerminalOutcome.CANCELLED, TerminalOutcome.EXPIRED})
 
 
@@ -84,6 +84,13 @@ class Graph:
                 if other != flow:
                     raise error("execution_already_in_flow", f"already_member_of_different_flow:{other}")
                 return AlreadyMember(execution_id=member, node_count=locked.node_count), False
+            (left,) = await transaction.fetch(SQL.read_left_edges, **key, flow_id=flow)
+            if left["has_edges"]:
+                raise error(
+                    "execution_already_in_flow",
+                    f"flow {flow} has edges of an earlier member with the id {member}, which is deleted; "
+                    "create the execution with another id",
+                )
             (row,) = await transaction.fetch(SQL.add_member, **key, flow_id=flow)
             outcome = literal(
                 TerminalOutcome, rows[0]["terminal_outcome"], context=f"execution {member}", field="terminal_outcome"

@@ -139,7 +139,7 @@ class SubmitFlow:
 
         async def insert(transaction: Transaction) -> bool | None:
             """Whether this call has created the flow, perhaps in an earlier try; None if it is not known."""
-            ((is_new, lane_no, lane_state),) = await transaction.fetch(SQL.insert_flow, **flow)
+            ((is_new, lane_no, lane_state),) = await transaction.fetch(SQL.insert_submitted_flow, **flow)
             if not is_new:
                 rows = await transaction.fetch(
                     SQL.read_submitted_flow,

@@ -7,7 +7,7 @@ select ff_confirm() as is_confirmed,
   from flow f
  where f.partition_key = :partition_key and f.flow_id = :flow_id;
 
--- name: insert_flow
+-- name: insert_submitted_flow
 -- Creates a flow and its tags, unless the flow exists or a lane refuses submissions; returns which of them it is.
 -- Waits at most :lock_timeout for another transaction that is creating the flow.
 with clock as materialized (select ff_now() as now, set_config('lock_timeout', :lock_timeout, true)),

@@ -5,9 +5,10 @@ A filter accepts one value, several, or None for any.
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import TypeVar
+from typing import TypedDict, TypeVar
+from uuid import UUID
 
 import msgspec
 
@@ -19,6 +20,21 @@ from flowfabric.model.text import check_items, check_range, check_text, shown, w
 
 MAX_TIME = 2**63 - 1
 Position = TypeVar("Position", bound=msgspec.Struct)
+
+
+class ExecutionFilters(TypedDict, total=False):
+    """The filters of lists of executions."""
+
+    namespace: str | Iterable[str] | None
+    lane_id: str | Iterable[str] | None
+    public_state: PublicState | str | Iterable[PublicState | str] | None
+    execution_kind: str | Iterable[str] | None
+    tag: tuple[str, str] | None
+    flow_id: UUID | str | None
+    created_after: int | None
+    created_before: int | None
+    completed_after: int | None
+    completed_before: int | None
 
 
 def several(value: object, field: str) -> Sequence[object]:
