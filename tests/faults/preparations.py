@@ -80,8 +80,8 @@ async def with_ended_upstream(subject: Subject) -> None:
     """A member of a flow with an edge to it that is not applied, from a member that has succeeded."""
     await with_staged_edge(subject)
     named = {"execution_id": subject.upstream_id, "lane_id": subject.lane_id}
-    run = await subject.engine.issue_grant_and_claim(**named, lease_duration_ms=LEASE_MS)
-    await subject.engine.complete(run.handle, b"x")
+    await subject.engine.issue_grant_and_claim(**named, lease_duration_ms=LEASE_MS)
+    await subject.engine.complete_execution(execution_id=subject.upstream_id, payload=b"x", source="operator_override")
     await parts_of(subject.engine).cascade.drain()
 
 
