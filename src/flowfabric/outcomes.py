@@ -2,6 +2,7 @@
 
 from flowfabric.model.attempt import Attempt, CurrentAttempt, Failure, FailureClass, FailureReason
 from flowfabric.model.execution import (
+    BulkResult,
     Cancelled,
     Created,
     Duplicate,
@@ -15,6 +16,7 @@ from flowfabric.model.execution import (
     ExecutionSummary,
     Inconsistency,
     NewExecution,
+    Replayed,
 )
 from flowfabric.model.explanation import (
     BudgetReason,
@@ -117,6 +119,7 @@ __all__ = [
     "AttemptType",
     "BackendIdentity",
     "BudgetReason",
+    "BulkResult",
     "Cancelled",
     "Capabilities",
     "ClaimGrant",
@@ -185,6 +188,7 @@ __all__ = [
     "Refreshed",
     "Registered",
     "Renewed",
+    "Replayed",
     "ResumeGrant",
     "ResumeSignal",
     "ResumeToken",

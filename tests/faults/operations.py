@@ -25,10 +25,12 @@ from .preparations import (
     delayed_until,
     due,
     granted,
+    in_flow,
     keyless,
     lease_expired,
     nothing,
     of_instance,
+    owed,
     past_deadline,
     past_lease,
     past_retention,
@@ -40,6 +42,7 @@ from .preparations import (
     resumable,
     resume_granted,
     resumed,
+    running_in_flow,
     signalled,
     streaming,
     streaming_lease_expired,
@@ -118,6 +121,10 @@ def _submit_flow(engine: Engine, subject: Subject, **overrides: Any) -> Awaitabl
         tags={"app.key": "value"},
         **overrides,
     )
+
+
+def _cancel(cancel: Callable[..., Awaitable[object]], subject: Subject, policy: str) -> Awaitable[object]:
+    return cancel(subject.flow_id, reason="x", cancellation_policy=policy)
 
 
 def _resume_token(subject: Subject) -> ResumeToken:
@@ -221,6 +228,13 @@ def _operations() -> list[Operation]:
     # Flows.
     add("submit_flow", nothing, _submit_flow, "without an id", is_idempotent=False)
     add("submit_flow", nothing, lambda e, s: _submit_flow(e, s, flow_id=s.ids[0]), "with an id")
+
+    add("cancel_flow_header", in_flow, lambda e, s: _cancel(e.cancel_flow_header, s, "cancel_all"))
+    add("cancel_flow_header", running_in_flow, lambda e, s: _cancel(e.cancel_flow_header, s, "cancel_all"), "running")
+    # The members are cancelled in further transactions.
+    add("cancel_flow", in_flow, lambda e, s: _cancel(e.cancel_flow, s, "flow_only"), "of the graph only")
+    add("ack_cancel_member", owed, lambda e, s: e.ack_cancel_member(s.flow_id, s.execution_id))
+    add("cancel_many", running_in_flow, lambda e, s: parts_of(e).cancel_many.cancel([s.execution_id], reason="x"))
 
     # Claiming.
     add("claim", created, _claim)
@@ -369,6 +383,11 @@ def _service_operations() -> list[Operation]:
             signal_name="approved",
             idempotency_suffix=s.name,
         ),
+    )
+    add(
+        "replay_execution",
+        completed,
+        lambda e, s: e.replay_execution(execution_id=s.execution_id, reason="x", requested_by="ada"),
     )
     add("resume_execution", suspended, lambda e, s: e.resume_execution(execution_id=s.execution_id))
     add("expire_suspension", past_wait_timeout, lambda e, s: e.expire_suspension(s.execution_id))

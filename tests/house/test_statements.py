@@ -14,8 +14,11 @@ from flowfabric.engine.core.transition import (
     BLOCKED_BY_DEPENDENCIES,
     CLAIM_PARAMETERS,
     ESCALATED,
+    HELD_FOR_CANCEL,
     PROMOTED,
+    REPLAYED,
     completion_parameters,
+    target_parameters,
 )
 from flowfabric.model.event import EventKind, WorkerEvent
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
@@ -41,12 +44,14 @@ MOVES = {
     "complete_leases",
     "end_leases",
     "promote_delayed",
+    "replay_locked",
     "resume_locked",
     "escalate_locked",
+    "block_by_dependencies",
+    "hold_owed_members",
     "settle_entries",
     "resolve_edges",
     "promote_blocked",
-    "block_by_dependencies",
 }
 """The only statements that write the state of an execution."""
 
@@ -193,7 +198,9 @@ def test_a_transition_writes_no_literal_state() -> None:
         ("lease_locked", CLAIM_PARAMETERS),
         ("complete_leases", completion_parameters()),
         ("promote_delayed", PROMOTED),
+        ("replay_locked", target_parameters(REPLAYED)),
         ("escalate_locked", ESCALATED),
+        ("hold_owed_members", HELD_FOR_CANCEL),
         ("block_by_dependencies", BLOCKED_BY_DEPENDENCIES),
     ],
 )

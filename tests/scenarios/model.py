@@ -41,7 +41,12 @@ class Model:
         owner, counts_until = self.keys.get((lane, key or ""), ("", self.now))
         if counts_until > self.now:
             first = self.executions[owner]
-            if (first.kind, first.policy, first.required) != (kind, policy, frozenset(required)):
+            # A policy of defaults equals no policy.
+            if (first.kind, first.policy or Policy(), first.required) != (
+                kind,
+                policy or Policy(),
+                frozenset(required),
+            ):
                 raise Refusal("idempotency_conflict")
             return "Duplicate", owner
         if name in self.executions:
@@ -128,12 +133,8 @@ class Model:
     def claim_execution(self, name: str, worker: str, ttl_ms: int) -> Answer:
         one = self.find(name)
         grant = one.grant
-        if (
-            one.ownership in LOST
-            and self.live_grant(one)
-            and grant
-            and (grant.kind, grant.worker) == ("reclaim", worker)
-        ):
+        live = self.live_grant(one)
+        if one.ownership in LOST and live and (live.kind, live.worker) == ("reclaim", worker):
             one.grant = None
             if one.reclaims >= one.reclaim_limit:
                 self.end_at_reclaim_limit(one)
@@ -209,10 +210,9 @@ class Model:
 
     def start_attempt(self, one: Execution, ttl_ms: int, reason: str | None) -> Answer:
         """Lease an execution for a new attempt."""
-        is_retry = one.attempt_state == "pending_retry_attempt"
-        attempt = Attempt("retry" if is_retry else "initial", "started", self.now)
-        if is_retry:
-            attempt.previous = len(one.attempts) - 1
+        types = {"pending_retry_attempt": "retry", "pending_replay_attempt": "replay"}
+        attempt = Attempt(types.get(one.attempt_state, "initial"), "started", self.now)
+        attempt.previous = len(one.attempts) - 1 if one.attempts else None
         one.attempts.append(attempt)
         return self._lease(one, "Fresh", ttl_ms, f"acquired {reason}" if reason else "acquired")
 
@@ -389,6 +389,10 @@ class Model:
         self._end_attempt(one, "ended_cancelled", f"cancelled: {reason}", None)
         self._end(one, "cancelled", reason, "cancelled")
         one.cancelled_by = source
+
+    def replay_execution(self, name: str) -> Answer:
+        self.find(name).replay(self.now)
+        return ("Replayed",)
 
     # Time.
 

@@ -383,6 +383,11 @@ class EngineAgainstModel(RuleBasedStateMachine):
             how=how,
         )
 
+    @step(weight=3, which=NAMES)
+    def replay_execution(self, which: int) -> None:
+        name = self.name(which, lambda one: one.phase == "terminal")
+        self.both(lambda: self.model.replay_execution(name), lambda: self.engine.replay_execution(execution_id=name))
+
     # Time.
 
     @step(ms=(1, 999, 1_000))

@@ -27,7 +27,8 @@ create or replace function ff_now() returns bigint language sql volatile paralle
 _ROWS = """
 select execution_id::text as id, concat_ws('/', lifecycle_phase, ownership_state, eligibility_state, blocking_reason,
        terminal_outcome, attempt_state, public_state) as vector,
-       lease_epoch as epoch, attempt_count, retry_count as retries, reclaim_count as reclaims, delay_until,
+       lease_epoch as epoch, attempt_count, retry_count as retries, reclaim_count as reclaims,
+       replay_count as replays, delay_until,
        case when lifecycle_phase = 'active' then lease_expires_at end as lease_expires_at,
        case when lifecycle_phase = 'active' then attempt_timeout_at end as timeout_at,
        started_at, completed_at, last_transition_at as transition_at, last_mutation_at as mutation_at,
@@ -179,6 +180,7 @@ def _fields(model: Model, one: Execution) -> dict[str, Any]:
         "attempt_count": len(one.attempts),
         "retries": one.retries,
         "reclaims": one.reclaims,
+        "replays": one.replays,
         "delay_until": one.delay_until,
         "lease_expires_at": one.lease_expires_at if is_active else None,
         "timeout_at": one.timeout_at if is_active else None,

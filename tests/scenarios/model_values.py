@@ -41,6 +41,7 @@ class Policy:
     categories: tuple[str, ...] = ()
     timeout_ms: int | None = None
     max_reclaims: int | None = None
+    max_replays: int | None = None
 
     def as_json(self) -> dict[str, object]:
         """The policy as the argument of a create."""
@@ -54,6 +55,8 @@ class Policy:
             found["timeout_policy"] = {"attempt_timeout_ms": self.timeout_ms}
         if self.max_reclaims is not None:
             found["max_reclaim_count"] = self.max_reclaims
+        if self.max_replays is not None:
+            found["max_replay_count"] = self.max_replays
         return found
 
     def backoff_ms(self, retries: int, category: str) -> int | None:
@@ -119,6 +122,7 @@ class Execution:
     epoch: int = 0
     retries: int = 0
     reclaims: int = 0
+    replays: int = 0
     delay_until: int | None = None
     lease_expires_at: int | None = None
     timeout_at: int | None = None
@@ -166,6 +170,31 @@ class Execution:
             return 1000
         return 100 if self.policy.max_reclaims is None else self.policy.max_reclaims
 
+    @property
+    def replay_limit(self) -> int:
+        """How often it can be replayed."""
+        return 10 if self.policy is None or self.policy.max_replays is None else self.policy.max_replays
+
+    def replay(self, now: int) -> None:
+        """Make an ended execution claimable again: its next attempt is a new one, with all retries."""
+        if self.phase != "terminal":
+            raise Refusal("execution_not_terminal")
+        if self.replays >= self.replay_limit:
+            raise Refusal("max_replays_exhausted")
+        self.replays, self.retries, self.reclaims, self.holds_attempt = self.replays + 1, 0, 0, False
+        self.phase, self.eligibility, self.blocking, self.outcome = (
+            "runnable",
+            "eligible_now",
+            "waiting_for_worker",
+            "none",
+        )
+        self.attempt_state = "pending_replay_attempt"
+        self.completed_at = self.reason = self.cancelled_by = None
+        self.deadline_at = self.deadline_at if self.deadline_at is not None and self.deadline_at > now else None
+        self.transition_at = self.mutation_at = now
+        self.add_event("replay_initiated normal")
+        self.add_event("operator_action replayed")
+
     def add_event(self, event: str) -> None:
         """Add an event with the current epoch."""
         self.events.append(f"{event} in {self.epoch}")
@@ -177,7 +206,7 @@ POLICIES = (
     Policy(max_retries=2, delay_ms=1000, timeout_ms=20_000),
     Policy(max_retries=9, delay_ms=0),
     Policy(max_retries=1, categories=("timeout", "transient"), timeout_ms=40_000, max_reclaims=1),
-    Policy(max_retries=3, max_reclaims=0),
+    Policy(max_retries=3, max_reclaims=0, max_replays=1),
 )
 
 

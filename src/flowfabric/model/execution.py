@@ -65,10 +65,30 @@ class Cancelled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """The execution runs again: it is claimable now, or waits for its dependencies."""
+
+    public_state: PublicState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Changed:
     """The execution has the new priority."""
 
     execution_id: ExecutionId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BulkResult:
+    """What an operation on all matching executions did."""
+
+    matched: int
+    """How many executions matched."""
+    changed: int
+    """How many of them were changed; 0 in a dry run."""
+    refused: Mapping[str, int]
+    """How many were refused, by the code of the refusal."""
+    is_dry_run: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,7 +218,10 @@ class ExecutionCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inconsistency:
-    """A stored state of an execution that no operation produces."""
+    """A stored state of an execution or a flow that no operation produces."""
 
-    execution_id: ExecutionId
+    execution_id: ExecutionId | None
+    """None if the problem is one of a whole flow."""
     problem: str
+    flow_id: FlowId | None = None
+    """The flow that the problem has to do with."""

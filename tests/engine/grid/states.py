@@ -9,7 +9,6 @@ import asyncpg
 
 from fixtures import Clock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import AttemptId, ExecutionId, LaneId, LeaseId, WorkerInstanceId
 from flowfabric.model.states import HandleKind
@@ -23,6 +22,7 @@ from ..state import (  # noqa: TID252
     EXPIRED_LEASE,
     FAILED,
     PARKED,
+    REPLAYED,
     RESUMABLE,
     RETRYABLE,
     REVOKED,
@@ -176,9 +176,7 @@ async def _lost_past_timeout(subject: Subject) -> None:
 
 async def _lease_revoked(subject: Subject) -> None:
     await _active(subject)
-    await revoke(subject.connection, subject.execution_id)
-    # Operations that make an execution claimable again do this.
-    parts_of(subject.engine).wakeups.watermarks.clear()
+    await revoke(subject.engine, subject.execution_id)
 
 
 async def _reclaim_granted(subject: Subject) -> None:
@@ -195,6 +193,11 @@ async def _retryable(subject: Subject) -> None:
     await _backing_off(subject)
     await subject.clock.advance(ms=MINUTE)
     await subject.engine.promote_delayed(subject.execution_id)
+
+
+async def _replayed(subject: Subject) -> None:
+    await _completed(subject)
+    await subject.engine.replay_execution(execution_id=subject.execution_id)
 
 
 async def _parked(subject: Subject) -> None:
@@ -305,6 +308,12 @@ STATES = {
         vector=RETRYABLE,
         attempts=("ended_failure",),
         reach=_retryable,
+    ),
+    "replayed": State(
+        means="ended, and replayed: a new attempt is claimable",
+        vector=REPLAYED,
+        attempts=("ended_success",),
+        reach=_replayed,
     ),
     "parked": State(
         means="its worker delayed it; the attempt continues later",

@@ -12,7 +12,9 @@ from ..state import (  # noqa: TID252
     EXPIRED_LEASE,
     FAILED,
     PARKED,
+    REPLAYED,
     RESUMABLE,
+    REVOKED,
     WAITING,
 )
 from .operations import HANDLE_CALLS, OPERATIONS, SERVICE_CALLS
@@ -41,6 +43,7 @@ class Moved:
     """Whether a lease is issued, which raises the epoch by one."""
     retries: int = 0
     reclaims: int = 0
+    replays: int = 0
     grants: str = "same"
     """How many grants are left: same, none, one, or any if the specification leaves it open."""
     is_transition: bool = True
@@ -69,8 +72,10 @@ MARKED = Moved(answer="Marked", to=EXPIRED_LEASE, events=("expired",), is_transi
 ABSENT = ("absent",)
 UNTRIED = ("waiting", "delayed", "due", "past_deadline", "granted", "grant_expired")
 TRIED = ("backing_off", "retryable")
+BETWEEN = (*TRIED, "replayed")
+"""No attempt is in progress, and a new one will follow."""
 INTERRUPTED = ("parked", "parked_due", "resumable", "resume_granted")
-RUNNABLE = (*UNTRIED, *TRIED, *INTERRUPTED)
+RUNNABLE = (*UNTRIED, *BETWEEN, *INTERRUPTED)
 HELD = ("active", "past_timeout", "past_last_timeout")
 UNGRANTED = ("lease_expired", "lost_past_timeout", "lease_revoked")
 LOST = (*UNGRANTED, "reclaim_granted")
@@ -78,6 +83,7 @@ ENDED = ("completed", "failed", "cancelled", "expired")
 LATER = ("delayed", "due", "backing_off", "parked", "parked_due")
 """Runnable, but not eligible until a time."""
 NEW = ("waiting", "past_deadline")
+AGAIN = ("retryable", "replayed")
 EVERY = tuple(STATES)
 
 
@@ -187,7 +193,7 @@ MARKED_AND_RECLAIMED = Moved(
 FRESH_PAST_A_GRANT = Moved(answer="Fresh", to=ACTIVE, events=("acquired",), begins=True, leases=True, grants="any")
 SEARCHED = whole(
     each(EVERY, Same("nothing")),
-    each((*NEW, "due", "retryable"), FRESH),
+    each((*NEW, "due", *AGAIN), FRESH),
     {"grant_expired": FRESH_PAST_A_GRANT},
     each(("resumable", "parked_due"), RESUMED),
     each(UNGRANTED, RECLAIMED),
@@ -208,12 +214,12 @@ CLAIM_EXECUTION: dict[str, Expected] = {
     **NOT_FOUND,
     **each((*LATER, *HELD, "past_expiry", *LOST, *ENDED), NOT_LEASEABLE),
     **each(("resumable", "resume_granted"), Refused("use_claim_resumed_execution")),
-    **each((*NEW, "retryable"), NO_GRANT),
+    **each((*NEW, *AGAIN), NO_GRANT),
 }
 CLAIM_RESUMED: dict[str, Expected] = {
     **NOT_FOUND,
     **each((*LATER, *HELD, "past_expiry", *LOST, *ENDED), NOT_LEASEABLE),
-    **each((*NEW, "granted", "grant_expired", "retryable"), NOT_RESUMED),
+    **each((*NEW, "granted", "grant_expired", *AGAIN), NOT_RESUMED),
     "resumable": RESUMED,
 }
 RECLAIM: dict[str, Expected] = {
@@ -241,17 +247,17 @@ FUSED_RESUMED = Moved(
 BY_GRANT: dict[str, Row] = {
     "claim_for_worker": whole(
         each(EVERY, Same("NoWork")),
-        each((*NEW, "retryable", "resumable", "grant_expired", *UNGRANTED), GRANTED),
+        each((*NEW, *AGAIN, "resumable", "grant_expired", *UNGRANTED), GRANTED),
         {"due": GRANTED_DUE, "parked_due": replace(GRANTED_DUE, to=RESUMABLE), "past_expiry": MARKED_AND_GRANTED},
     ),
     "scan_eligible_executions": whole(
         each(EVERY, Same("nothing")),
-        each((*NEW, "retryable", "resumable", "grant_expired"), Same("found")),
+        each((*NEW, *AGAIN, "resumable", "grant_expired"), Same("found")),
     ),
     "issue_claim_grant": whole(
         NOT_FOUND,
         each((*LATER, *HELD, "past_expiry", *LOST, *ENDED), NOT_ELIGIBLE),
-        each((*NEW, "retryable", "resumable", "grant_expired"), GRANTED),
+        each((*NEW, *AGAIN, "resumable", "grant_expired"), GRANTED),
         each(("granted", "resume_granted"), GRANT_EXISTS),
     ),
     "claim_execution": whole(
@@ -275,7 +281,7 @@ BY_GRANT: dict[str, Row] = {
         each((*HELD, "past_expiry", *LOST, *ENDED), NOT_ELIGIBLE),
         each(("delayed", "due", "backing_off"), Refused("execution_not_in_eligible_set")),
         each(("parked", "parked_due"), NOT_ELIGIBLE),
-        each((*NEW, "retryable", "grant_expired"), FUSED),
+        each((*NEW, *AGAIN, "grant_expired"), FUSED),
         {"resumable": FUSED_RESUMED},
         each(("granted", "resume_granted"), GRANT_EXISTS),
     ),
@@ -299,7 +305,7 @@ CANCEL: dict[str, Expected] = {
     **NOT_FOUND,
     **each(UNTRIED, replace(CANCELLED_UNHELD, to=CANCELLED_BEFORE_FIRST_ATTEMPT)),
     "grant_expired": replace(CANCELLED_UNHELD, to=CANCELLED_BEFORE_FIRST_ATTEMPT, grants="any"),
-    **each(TRIED, CANCELLED_UNHELD),
+    **each(BETWEEN, CANCELLED_UNHELD),
     **each((*INTERRUPTED, *LOST), replace(CANCELLED_UNHELD, last="ended_cancelled")),
     **each((*HELD, "past_expiry"), replace(CANCELLING, answer="Cancelled")),
     **each(("completed", "failed", "expired"), NOT_ACTIVE),
@@ -327,6 +333,19 @@ EXPIRE: dict[str, Expected] = {
     **NOT_FOUND,
 }
 
+REVOKING = Moved(answer="Revoked", to=REVOKED, events=("revoked x",), is_transition=False)
+REVOKE: dict[str, Expected] = {
+    **NOT_FOUND,
+    **each((*RUNNABLE, *ENDED), Same("no_active_lease")),
+    "past_expiry": replace(MARKED, answer="already_expired"),
+    **each(("lease_expired", "lost_past_timeout", "reclaim_granted"), Same("already_expired")),
+    "lease_revoked": Same("already_revoked"),
+}
+REPRIORITIZED = Moved(answer="Changed", events=("operator_action priority_changed",), is_transition=False)
+REPLAYING = Moved(
+    answer="Replayed", to=REPLAYED, events=("replay_initiated normal", "operator_action replayed"), replays=1
+)
+
 BY_ANYONE: dict[str, Row] = {
     "create_execution": whole(each(EVERY, Same("Duplicate")), {"absent": Moved(answer="Created", to=WAITING)}),
     "claim": SEARCHED,
@@ -337,12 +356,21 @@ BY_ANYONE: dict[str, Row] = {
     "cancel_execution, a holder without a fence": whole(
         CANCEL, each(UNREVOKED, Refused("invalid_input")), CANCEL_REVOKED
     ),
+    "replay_execution": whole(each(EVERY, Refused("execution_not_terminal")), NOT_FOUND, each(ENDED, REPLAYING)),
     "set_execution_tag": whole(each(EVERY, Moved(answer="nothing", is_transition=False)), NOT_FOUND),
     "mark_lease_expired_if_due": whole(
         each((*RUNNABLE, *ENDED), Same("not_active")),
         {"absent": Same("execution_not_found"), "past_expiry": MARKED, "lease_revoked": Same("already_revoked")},
         each(HELD, Same("not_yet_expired")),
         each(("lease_expired", "lost_past_timeout", "reclaim_granted"), Same("already_expired")),
+    ),
+    "revoke_lease": whole(REVOKE, each(HELD, REVOKING)),
+    "revoke_lease, of another lease": whole(REVOKE, each(HELD, Refused("stale_lease"))),
+    "revoke_lease, of another worker": whole(REVOKE, each(HELD, Same("different_worker_instance_id"))),
+    "change_priority": whole(
+        each(EVERY, NOT_ELIGIBLE),
+        NOT_FOUND,
+        each((*NEW, "retryable", "resumable", "granted", "grant_expired", "resume_granted"), REPRIORITIZED),
     ),
     "promote_delayed": whole(
         each(EVERY, Same("not_delayed")),

@@ -15,7 +15,7 @@ from flowfabric.model.event import CompletionOutcome
 from ..state import vector  # noqa: TID252
 from .operations import OPERATIONS, Operation, answer
 from .states import STATES, State, Subject
-from .table import ABSENT, ENDED, HELD, INTERRUPTED, LOST, MARKED, TABLE, TRIED, UNTRIED, Moved, Refused
+from .table import ABSENT, BETWEEN, ENDED, HELD, INTERRUPTED, LOST, MARKED, TABLE, UNTRIED, Moved, Refused
 
 _COUNTERS = ("lease_epoch", "attempt_count", "retry_count", "reclaim_count", "replay_count")
 
@@ -28,7 +28,7 @@ GROUPS = {
     "not claimed yet": (*ABSENT, *UNTRIED),
     "leased": (*HELD, "past_expiry"),
     "lost": LOST,
-    "between leases": (*TRIED, *INTERRUPTED),
+    "between leases": (*BETWEEN, *INTERRUPTED),
     "ended": ENDED,
 }
 
@@ -190,7 +190,7 @@ async def _check_move(subject: Subject, before: Seen, move: Moved) -> None:
     if move.last is not None:
         attempts[-1] = move.last
     assert after.attempts == [*attempts, *(["started"] if move.begins else [])]
-    counted = (int(move.leases), int(move.begins), move.retries, move.reclaims, 0)
+    counted = (int(move.leases), int(move.begins), move.retries, move.reclaims, move.replays)
     assert {name: row[name] for name in _COUNTERS} == {
         name: (old[name] or 0) + more for name, more in zip(_COUNTERS, counted, strict=True)
     }
@@ -208,9 +208,8 @@ def _check_stamps(row: dict[str, Any], old: dict[str, Any], move: Moved, now: in
         assert row["last_transition_at"] == old["last_transition_at"]
         if move.grants != "one":
             assert row["last_mutation_at"] == now
-    assert row["completed_at"] == (
-        now if row["lifecycle_phase"] == "terminal" and move.is_transition else old["completed_at"]
-    )
+    ended_at = now if row["lifecycle_phase"] == "terminal" and move.is_transition else old["completed_at"]
+    assert row["completed_at"] == (None if move.replays else ended_at)
     assert row["started_at"] == (now if move.leases and old["started_at"] is None else old["started_at"])
     assert (row["delay_until"] is not None) == (row["eligibility_state"] == "not_eligible_until_time")
 

@@ -239,14 +239,20 @@ RESUMED_PARAMETERS: Mapping[str, str] = {
 }
 """The dimensions that every resume sets; the other two depend on whether it is delayed."""
 
-CLAIM_PARAMETERS: Mapping[str, str] = {
-    "to_phase": CLAIMED.phase,
-    "to_ownership": CLAIMED.ownership,
-    "to_eligibility": CLAIMED.eligibility,
-    "to_blocking": CLAIMED.blocking,
-    "to_outcome": CLAIMED.outcome,
-    "to_attempt": CLAIMED.attempt,
-}
+
+def target_parameters(target: Target) -> Mapping[str, str]:
+    """The dimensions of a target, as the parameters of a statement that writes all of them."""
+    return {
+        "to_phase": target.phase,
+        "to_ownership": target.ownership,
+        "to_eligibility": target.eligibility,
+        "to_blocking": target.blocking,
+        "to_outcome": target.outcome,
+        "to_attempt": target.attempt,
+    }
+
+
+CLAIM_PARAMETERS = target_parameters(CLAIMED)
 
 
 @lru_cache

@@ -56,7 +56,7 @@ class Graph:
         kind, namespace = check_text(flow_kind, "flow_kind"), check_text(namespace, "namespace")
         if not await self._exists(partition, parsed):
             rows = await self._store.fetch(
-                SQL.insert_flow,
+                SQL.insert_empty_flow,
                 partition_key=partition,
                 flow_id=parsed,
                 namespace_no=await self._store.namespace_no(namespace),
@@ -84,6 +84,13 @@ class Graph:
                 if other != flow:
                     raise error("execution_already_in_flow", f"already_member_of_different_flow:{other}")
                 return AlreadyMember(execution_id=member, node_count=locked.node_count), False
+            (left,) = await transaction.fetch(SQL.read_left_edges, **key, flow_id=flow)
+            if left["has_edges"]:
+                raise error(
+                    "execution_already_in_flow",
+                    f"flow {flow} has edges of an earlier member with the id {member}, which is deleted; "
+                    "create the execution with another id",
+                )
             (row,) = await transaction.fetch(SQL.add_member, **key, flow_id=flow)
             outcome = literal(
                 TerminalOutcome, rows[0]["terminal_outcome"], context=f"execution {member}", field="terminal_outcome"
@@ -282,7 +289,8 @@ def _check_partition(
 
 
 def _check_ref(ref: object) -> str | None:
-    return None if ref is None else check_length(ref, "data_passing_ref", MAX_REF_CHARACTERS)
+    """The reference to store: none if it is empty."""
+    return None if ref is None else check_length(ref, "data_passing_ref", MAX_REF_CHARACTERS) or None
 
 
 def _check_child(row: Record, flow: FlowId, downstream: ExecutionId) -> None:

@@ -144,7 +144,7 @@ select e.partition_key, e.execution_id, rule.problem
               count(*) filter (where (a.ended_at is null) <> (a.attempt_state in ('created', 'started', 'suspended'))) as half_ended,
               count(*) filter (where a.ended_at is not null
                 and (a.attempt_id is null or a.attempt_type is null or a.started_at is null or a.lease_epoch is null)) as incomplete,
-              count(*) filter (where a.attempt_type in ('retry', 'reclaim', 'replay') and a.previous_attempt_index is null) as unlinked,
+              count(*) filter (where a.attempt_type in ('retry', 'reclaim', 'replay') and a.attempt_index > 0 and a.previous_attempt_index is null) as unlinked,
               count(*) filter (where (a.error_type is not null or a.traceback is not null) and a.attempt_state <> 'ended_failure'
                 and not (a.attempt_index = e.attempt_count - 1 and e.terminal_outcome = 'failed')) as not_failed,
               count(*) filter (where a.previous_attempt_index >= a.attempt_index) as misled
@@ -205,9 +205,10 @@ select e.partition_key, e.execution_id, rule.problem
          and a.ended <> e.attempt_count - (e.has_attempt and not (e.is_terminal and l.attempt_state is not distinct from 'interrupted_reclaimed'))::int),
        ('attempt: an attempt_index is beyond attempt_count', a.last_begun >= e.attempt_count or a.last > e.attempt_count),
        ('attempt: the next attempt is stored though none is pending', n.attempt_index is not null and not e.is_pending and not (e.is_terminal and not e.has_attempt)),
-       ('attempt: the pending attempt has no previous_attempt_index', e.is_pending and n.previous_attempt_index is null),
+       ('attempt: the pending attempt has no previous_attempt_index', e.is_pending and e.attempt_count > 0 and n.previous_attempt_index is null),
+       -- The first attempt of an execution that ended without one and was replayed follows none.
        ('attempt: a retry, reclaim or replay has no previous_attempt_index', a.unlinked > 0
-         or (e.has_attempt and e.attempt_type in ('retry', 'reclaim', 'replay') and l.previous_attempt_index is null)),
+         or (e.has_attempt and e.attempt_count > 1 and e.attempt_type in ('retry', 'reclaim', 'replay') and l.previous_attempt_index is null)),
        ('attempt: a previous_attempt_index is not lower than its attempt_index', a.misled > 0),
        ('attempt: a row has the state started', a.started > 0),
        ('attempt: an attempt before the latest has not ended', a.left_open > 0),

@@ -1,15 +1,13 @@
 """Lists of executions, page by page, with any combination of filters.
 
-There are two ways to find a page. A scan reads executions in creation order and keeps those that match: fast if many
-match. A collection reads candidates from small tables, such as the timers, and sorts them: fast if few match. Both are
-tried in turn with budgets that grow fourfold, so a page costs a small multiple of the cheaper way.
+The members of a flow are read from an index in creation order. For other lists there are two ways to find a page. A
+scan reads executions in creation order and keeps those that match: fast if many match. A collection reads candidates
+from small tables, such as the timers, and sorts them: fast if few match. Both are tried in turn with budgets that grow
+fourfold, so a page costs a small multiple of the cheaper way.
 """
 
-import base64
-import binascii
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from enum import StrEnum
 from uuid import UUID
 
@@ -18,27 +16,35 @@ import msgspec
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import corruption, literal, required
-from flowfabric.engine.read.filters import check_lanes, check_states, check_texts
+from flowfabric.engine.read.filters import (
+    MAX_TIME,
+    check_lanes,
+    check_states,
+    check_tag,
+    check_texts,
+    decode_position,
+    encode_position,
+    time_range,
+)
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import ExecutionPage, ExecutionSummary
 from flowfabric.model.ids import (
+    ExecutionId,
     FlowId,
     LaneId,
     Namespace,
-    flow_partition,
     format_execution_id,
     parse_execution_id,
     parse_uuid,
+    split_execution_id,
 )
 from flowfabric.model.states import ENDED_STATES, PublicState
-from flowfabric.model.tag import check_tag_key
-from flowfabric.model.text import check_limit, check_range, check_text, shown, word_of
+from flowfabric.model.text import check_limit, shown, word_of
 
 SQL = statements_beside(__file__)
 
 MAX_LIMIT = 1000
-MAX_TIME = 2**63 - 1
 FIRST_SCAN, LONGEST_SCAN = 1_000, 16_000
 """Executions that the first statement of a scan reads, and the most that any statement reads."""
 FIRST_CAP = 2_000
@@ -47,6 +53,8 @@ FIRST_FAN_OUT = 64
 """Pairs of namespace and lane that the first step of a scan reads."""
 GROWTH = 4
 MIN_DEPTH = 8
+_LOWEST, _HIGHEST = str(UUID(int=0)), str(UUID(int=2**128 - 1))
+"""The first and the last UUID."""
 
 _COMMON = frozenset({PublicState.WAITING, PublicState.COMPLETED})
 
@@ -126,22 +134,27 @@ class _Query:
     def is_rare(self) -> bool:
         """Whether few executions are likely to match.
 
-        A given tag or flow is rare, and most executions are waiting or completed.
+        A given tag is rare, and most executions are waiting or completed.
         """
         has_rare_states = self.states is not None and self.states.isdisjoint(_COMMON)
-        return self.tag is not None or self.flow_id is not None or has_rare_states
+        return self.tag is not None or has_rare_states
 
     def parameters(self) -> dict[str, object]:
         """The parameters that all statements of a list share."""
         return {
             "states": None if self.states is None else sorted(self.states),
-            "flow_id": self.flow_id,
             "completed_from": self.completed_from,
             "completed_to": self.completed_to,
             "tag_key": None if self.tag is None else self.tag[0],
             "tag_value": None if self.tag is None else self.tag[1],
-            "after_at": None if self.after is None else self.after.created_at,
-            "after_id": None if self.after is None else self.after.execution_id,
+        }
+
+    def position(self) -> dict[str, object]:
+        """The parameters of the last execution of the previous page."""
+        after = self.after
+        return {
+            "after_at": None if after is None else after.created_at,
+            "after_id": None if after is None else after.execution_id,
         }
 
     def collections(self) -> list[_Collection]:
@@ -149,8 +162,6 @@ class _Query:
         found = []
         if self.tag is not None:
             found.append(_Collection(sources=frozenset({"tagged"})))
-        if self.flow_id is not None:
-            found.append(_Collection(sources=frozenset({"partition"})))
         if self.states is not None:
             found.append(_Collection.of_states(self.states))
         return found
@@ -195,8 +206,8 @@ class Listing:
     ) -> ExecutionPage:
         """A page of the executions that match every filter, in creation order."""
         limit = check_limit(limit, MAX_LIMIT)
-        created_from, created_to = _time_range("created", created_after, created_before)
-        completed_from, completed_to = _time_range("completed", completed_after, completed_before)
+        created_from, created_to = time_range("created", created_after, created_before)
+        completed_from, completed_to = time_range("completed", completed_after, completed_before)
         wants_ended = completed_after is not None or completed_before is not None
         states = check_states(public_state)
         if wants_ended:
@@ -207,7 +218,7 @@ class Listing:
             lanes=check_lanes(lane_id),
             states=states,
             kinds=check_texts(execution_kind, "execution_kind"),
-            tag=None if tag is None else _check_tag(tag),
+            tag=None if tag is None else check_tag(tag),
             flow_id=None if flow_id is None else FlowId(parse_uuid(flow_id, "flow_id")),
             created_from=created_from,
             created_to=created_to,
@@ -229,6 +240,8 @@ class Listing:
         numbers = await self._numbers(query)
         if numbers.matches_nothing:
             return []
+        if query.flow_id is not None:
+            return await self._find_members(query, numbers, wanted)
         scan = _Scan(self._store, query, numbers, wanted)
         collections = query.collections()
         budget, cap = FIRST_SCAN, FIRST_CAP
@@ -241,6 +254,39 @@ class Listing:
                     return found
             budget, cap = budget * GROWTH, cap * GROWTH
         return scan.found
+
+    async def _find_members(self, query: _Query, numbers: _Numbers, wanted: int) -> list[Record]:
+        """The first matching members of a flow, which has an index in creation order."""
+        is_newest_first = query.order is ListOrder.NEWEST
+        if is_newest_first:
+            at, last = min(query.created_to + 1, MAX_TIME), _LOWEST
+        else:
+            at, last = query.created_from - 1, _HIGHEST
+        if (after := query.after) is not None and (after.created_at < at) is is_newest_first:
+            at, last = after.created_at, split_execution_id(ExecutionId(after.execution_id))[1]
+        found: list[Record] = []
+        depth = wanted
+        while True:
+            rows = await self._store.fetch(
+                SQL.list_newest_members if is_newest_first else SQL.list_oldest_members,
+                flow_id=query.flow_id,
+                namespace_nos=numbers.namespaces,
+                lane_nos=numbers.lanes,
+                queue_nos=numbers.queues,
+                depth=depth,
+                wanted=wanted - len(found),
+                **(
+                    {"created_from": query.created_from, "before_at": at, "before_id": last}
+                    if is_newest_first
+                    else {"created_to": query.created_to, "after_at": at, "after_id": last}
+                ),
+                **query.parameters(),
+            )
+            found += (row for row in rows if row["execution_id"] is not None)
+            at, last = rows[0]["reached_at"], rows[0]["reached_id"]
+            if at is None or len(found) >= wanted:
+                return found
+            depth = min(depth * GROWTH, LONGEST_SCAN)
 
     async def _numbers(self, query: _Query) -> _Numbers:
         """Look up the numbers of the names in the filters."""
@@ -258,7 +304,6 @@ class Listing:
         self, query: _Query, numbers: _Numbers, collection: _Collection, cap: int, wanted: int
     ) -> list[Record] | None:
         """The first matches of a collection, or None if a source has more than cap rows."""
-        flow_id = query.flow_id
         rows = await self._store.fetch(
             SQL.list_candidates,
             sources=sorted(collection.sources),
@@ -270,9 +315,9 @@ class Listing:
             queue_nos=numbers.queues,
             created_from=query.created_from,
             created_to=query.created_to,
-            flow_partition=None if flow_id is None else flow_partition(flow_id, self._store.rules.partitions.flow),
             is_newest_first=query.order is ListOrder.NEWEST,
             **query.parameters(),
+            **query.position(),
         )
         return [row for row in rows if row["execution_id"] is not None] if rows[0]["is_whole"] else None
 
@@ -365,6 +410,7 @@ class _Scan:
             depth=depth,
             wanted=self.wanted - len(self.found),
             **self.query.parameters(),
+            **self.query.position(),
         )
         self.found += (row for row in rows if row["execution_id"] is not None)
         reached: int = self.limit if rows[0]["reached"] is None else rows[0]["reached"]
@@ -381,53 +427,29 @@ def _check_order(value: object) -> ListOrder:
     return order
 
 
-def _check_tag(tag: object) -> tuple[str, str]:
-    if isinstance(tag, str) or not isinstance(tag, Sequence) or len(tag) != 2:
-        raise error(
-            "invalid_input", f"tag: expected a key and a value, e.g. ('app.customer', 'acme'), got {shown(tag)}"
-        )
-    key, value = tag
-    return check_tag_key(key), check_text(value, "tag")
-
-
-def _time_range(field: str, after: int | None, before: int | None) -> tuple[int, int]:
-    """The first and the last millisecond from after (inclusive) to before (exclusive)."""
-    for name, time in (("after", after), ("before", before)):
-        if isinstance(time, datetime):
-            raise error(
-                "invalid_input",
-                f"{field}_{name}: expected milliseconds since the epoch, got {shown(time)}; write "
-                f"int(t.timestamp() * 1000), here {int(time.timestamp() * 1000)}",
-            )
-        if time is not None:
-            check_range(time, f"{field}_{name}", -MAX_TIME, MAX_TIME)
-    return -MAX_TIME if after is None else after, MAX_TIME if before is None else before - 1
-
-
 def _write_cursor(order: ListOrder, last: ExecutionSummary) -> str:
-    text = msgspec.json.encode(_Cursor(order, last.created_at, last.execution_id))
-    return base64.urlsafe_b64encode(text).decode().rstrip("=")
+    return encode_position(_Cursor(order, last.created_at, last.execution_id))
 
 
 def _read_cursor(cursor: object, order: ListOrder) -> _Cursor:
-    try:
-        if not isinstance(cursor, str):
-            raise ValueError
-        found = msgspec.json.decode(
-            base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True), type=_Cursor
-        )
-        if parse_execution_id(found.execution_id) != found.execution_id or abs(found.created_at) > MAX_TIME:
-            raise ValueError
-    except (ValueError, binascii.Error, msgspec.MsgspecError, EngineError):
+    found = decode_position(cursor, _Cursor)
+    if found is None or not _is_id(found.execution_id) or abs(found.created_at) > MAX_TIME:
         raise error(
             "invalid_input", f"cursor: expected the next_cursor of an earlier list_executions page, got {shown(cursor)}"
-        ) from None
+        )
     if found.order is not order:
         raise error(
             "invalid_input",
             f"cursor: belongs to a list with order {found.order}, got order {order}; keep the order from page to page",
         )
     return found
+
+
+def _is_id(text: str) -> bool:
+    try:
+        return parse_execution_id(text) == text
+    except EngineError:
+        return False
 
 
 def _summary(row: Record) -> ExecutionSummary:

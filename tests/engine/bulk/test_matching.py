@@ -1,0 +1,239 @@
+"""Operations on all executions that match a filter."""
+
+from typing import Any
+
+import asyncpg
+import pytest
+
+from engine.counts import miscounts
+from engine.flow.graphs import BuiltFlow
+from engine.state import claim, items, new
+from fixtures import Clock, Given, Rows
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.bulk import matching
+from flowfabric.engine.execution.priority import Priority
+from flowfabric.engine.parts import parts_of
+from flowfabric.engine.read.listing import Listing
+from flowfabric.model.errors import InvalidInputError, TransportError
+from flowfabric.model.execution import BulkResult
+from flowfabric.model.ids import ExecutionId
+from flowfabric.model.states import PublicState
+
+CALLS: dict[str, dict[str, Any]] = {
+    "cancel_matching": {"reason": "not wanted"},
+    "replay_matching": {},
+    "change_priority_matching": {"new_priority": 7},
+}
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of three executions."""
+    monkeypatch.setattr(matching, "MAX_LIMIT", 3)
+
+
+def result(matched: int, changed: int, *, is_dry_run: bool = False, **refused: int) -> BulkResult:
+    """The result of a call."""
+    return BulkResult(matched=matched, changed=changed, refused=refused, is_dry_run=is_dry_run)
+
+
+async def states(engine: Engine) -> list[str]:
+    """The public states of all executions, in the order of creation."""
+    page = await engine.list_executions(order="oldest", limit=1000)
+    return [one.public_state.value for one in page.executions]
+
+
+async def test_every_operation_needs_a_filter_and_checks_its_arguments(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
+    await given.created()
+    await given.failed(lane_id="other")
+    async with rows.unchanged():
+        for name, arguments in CALLS.items():
+            call = getattr(engine, name)
+            with pytest.raises(InvalidInputError, match="give at least one of namespace, lane_id"):
+                await call(**arguments)
+            with pytest.raises(InvalidInputError, match="give at least one of"):
+                await call(**arguments, namespace=None)
+            for wrong in (
+                {"limit": -1},
+                {"limit": "3"},
+                {"dry_run": 1},
+                {"all_executions": "yes"},
+                {"public_state": "gone"},
+                {"created_before": "now"},
+                {"tag": "app.customer"},
+            ):
+                with pytest.raises(InvalidInputError):
+                    await call(**arguments, **{"lane_id": "default", **wrong})
+            with pytest.raises(TypeError, match="did you mean namespace"):
+                await call(**arguments, namespaces="tests")
+            assert await call(**arguments, lane_id="default", limit=0) == result(0, 0)
+
+
+async def test_a_dry_run_counts_and_changes_nothing(
+    engine: Engine, given: Given, rows: Rows, small_pages: None
+) -> None:
+    for _ in range(4):
+        await given.created()
+    for _ in range(5):
+        await given.failed(lane_id="other")
+    async with rows.unchanged():
+        found = {
+            name: await getattr(engine, name)(**arguments, namespace="tests", dry_run=True)
+            for name, arguments in CALLS.items()
+        }
+    assert found == {
+        "cancel_matching": result(4, 0, is_dry_run=True),
+        "replay_matching": result(5, 0, is_dry_run=True),
+        "change_priority_matching": result(4, 0, is_dry_run=True),
+    }
+
+
+async def test_what_matches_is_cancelled_whatever_it_does(
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection, small_pages: None
+) -> None:
+    await given.claimed()
+    for _ in range(4):
+        await given.created()
+        await given.delayed()
+    await given.completed(lane_id="done")
+    await given.created(namespace="elsewhere", lane_id="elsewhere")
+    assert await engine.cancel_matching(reason="wrong input", namespace="tests") == result(9, 9)
+    assert sorted(await states(engine)) == ["cancelled"] * 9 + ["completed", "waiting"]
+    assert await engine.cancel_matching(reason="wrong input", namespace="tests") == result(0, 0)
+    assert await engine.cancel_matching(reason="all of them", all_executions=True) == result(1, 1)
+    assert await engine.find_inconsistencies() == []
+    assert await miscounts(engine, connection) == []
+
+
+async def test_every_filter_of_lists_narrows_what_is_changed(engine: Engine, given: Given, clock: Clock) -> None:
+    tagged = await given.created(tags={"app.customer": "acme"})
+    other = await given.created(execution_kind="mail", lane_id="mails")
+    between = await clock.advance(ms=10)
+    late = await given.created()
+    filters: list[tuple[dict[str, Any], list[ExecutionId]]] = [
+        ({"tag": ("app.customer", "acme")}, [tagged]),
+        ({"execution_kind": iter(["mail"])}, [other]),
+        ({"lane_id": ["mails", "default"]}, [tagged, other, late]),
+        ({"created_before": between}, [tagged, other]),
+        ({"created_after": between}, [late]),
+        ({"public_state": "delayed"}, []),
+        ({"public_state": "failed"}, []),
+    ]
+    for nth, (given_filters, expected) in enumerate(filters):
+        before = {one.execution_id: one.priority for one in (await engine.list_executions()).executions}
+        answer = await engine.change_priority_matching(new_priority=nth + 1, **given_filters)
+        assert answer == result(len(expected), len(expected)), given_filters
+        after = {one.execution_id: one.priority for one in (await engine.list_executions()).executions}
+        assert {each for each in after if after[each] != before[each]} == set(expected), given_filters
+
+
+async def test_a_limit_stops_a_call_and_the_next_one_continues(engine: Engine, given: Given, small_pages: None) -> None:
+    for _ in range(8):
+        await given.created()
+    assert await engine.cancel_matching(reason="x", lane_id="default", limit=5) == result(5, 5)
+    assert await states(engine) == ["cancelled"] * 5 + ["waiting"] * 3
+    assert await engine.cancel_matching(reason="x", lane_id="default", limit=5) == result(3, 3)
+
+
+async def test_failed_executions_are_replayed_and_successes_only_on_request(
+    engine: Engine, given: Given, connection: asyncpg.Connection, small_pages: None
+) -> None:
+    for _ in range(4):
+        await given.failed()
+        await given.completed()
+    await given.cancelled()
+    spent = await given.failed(policy={"max_replay_count": 0})
+    assert await engine.replay_matching(lane_id="default", public_state="failed") == result(
+        5, 4, max_replays_exhausted=1
+    )
+    assert await engine.read_execution_state(spent) is PublicState.FAILED
+    assert await engine.replay_matching(lane_id="default") == result(2, 1, max_replays_exhausted=1)
+    assert await engine.replay_matching(lane_id="default", public_state="completed") == result(4, 4)
+    assert len(await claim(engine)) == 9
+    assert await engine.find_inconsistencies() == []
+    assert await miscounts(engine, connection) == []
+
+
+async def test_a_failed_flow_runs_again_as_a_whole(engine: Engine, given: Given, rows: Rows) -> None:
+    flow = await BuiltFlow.create(given, rows)
+    first, second, third = await flow.members(3)
+    await flow.connect(first, second)
+    await flow.connect(second, third)
+    await engine.cancel_execution(execution_id=first, reason="wrong input")
+    partition = (await flow.row())["partition_key"]
+    await parts_of(engine).cascade.settle_flow(partition, flow.flow_id)
+    assert await states(engine) == ["cancelled", "skipped", "skipped"]
+    assert await engine.replay_matching(flow_id=flow.flow_id) == result(3, 3)
+    for execution_id in (first, second, third):
+        (run,) = await claim(engine)
+        assert run.execution_id == execution_id
+        await engine.complete(run.handle, b"1")
+        await parts_of(engine).cascade.settle_flow(partition, flow.flow_id)
+    assert (await flow.row())["derived_state"] == "completed"
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_what_changes_meanwhile_is_refused_alone(
+    engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execution_ids = [await given.failed() for _ in range(5)]
+    listing = parts_of(engine).services[Listing]
+    list_executions = listing.list_executions
+
+    async def race(**arguments: Any) -> Any:
+        page = await list_executions(**arguments)
+        await engine.replay_execution(execution_id=execution_ids[2])
+        return page
+
+    monkeypatch.setattr(listing, "list_executions", race)
+    answer = await engine.replay_matching(lane_id="default")
+    assert answer == result(5, 4, execution_not_terminal=1)
+
+
+async def test_executions_created_after_the_start_are_left_alone(
+    engine: Engine, given: Given, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matching, "MAX_LIMIT", 1)
+    for _ in range(2):
+        await given.created()
+    listing = parts_of(engine).services[Listing]
+    list_executions = listing.list_executions
+    late = []
+
+    async def create_one(**arguments: Any) -> Any:
+        page = await list_executions(**arguments)
+        await clock.advance(ms=1)
+        late.append(await given.created())
+        return page
+
+    monkeypatch.setattr(listing, "list_executions", create_one)
+    assert await engine.cancel_matching(reason="x", lane_id="default") == result(2, 2)
+    monkeypatch.undo()
+    assert await states(engine) == ["cancelled"] * 2 + ["waiting"] * len(late)
+
+
+async def test_a_lost_connection_ends_the_call(engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    await engine.create_many(items(*(new() for _ in range(50))))
+    calls = 0
+
+    async def fail(*_: object, **__: object) -> None:
+        nonlocal calls
+        calls += 1
+        raise TransportError
+
+    monkeypatch.setattr(parts_of(engine).services[Priority], "change_priority", fail)
+    with pytest.raises(TransportError):
+        await engine.change_priority_matching(new_priority=3, lane_id="default")
+    assert calls <= matching.CONCURRENCY
+
+
+async def test_thousands_are_changed_by_one_call(engine: Engine, connection: asyncpg.Connection) -> None:
+    for _ in range(2):
+        await engine.create_many(items(*(new() for _ in range(600))))
+    assert await engine.change_priority_matching(new_priority=5, lane_id="default") == result(1200, 1200)
+    assert await engine.cancel_matching(reason="x", lane_id="default") == result(1200, 1200)
+    assert await engine.replay_matching(lane_id="default", limit=1100) == result(1100, 1100)
+    assert await engine.find_inconsistencies() == []
+    assert await miscounts(engine, connection) == []
