@@ -11,6 +11,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureReason
+from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
@@ -127,6 +128,12 @@ def _cancel(cancel: Callable[..., Awaitable[object]], subject: Subject, policy: 
     return cancel(subject.flow_id, reason="x", cancellation_policy=policy)
 
 
+async def _cancel_many(engine: Engine, subject: Subject) -> None:
+    (result,) = await parts_of(engine).cancel_many.cancel([subject.execution_id], reason="x")
+    if isinstance(result, EngineError):
+        raise result
+
+
 def _resume_token(subject: Subject) -> ResumeToken:
     grant = subject.grant.grant
     return ResumeToken(
@@ -234,7 +241,7 @@ def _operations() -> list[Operation]:
     # The members are cancelled in further transactions.
     add("cancel_flow", in_flow, lambda e, s: _cancel(e.cancel_flow, s, "flow_only"), "of the graph only")
     add("ack_cancel_member", owed, lambda e, s: e.ack_cancel_member(s.flow_id, s.execution_id))
-    add("cancel_many", running_in_flow, lambda e, s: parts_of(e).cancel_many.cancel([s.execution_id], reason="x"))
+    add("cancel_many", claimed, _cancel_many)
 
     # Claiming.
     add("claim", created, _claim)
