@@ -50,7 +50,7 @@ from flowfabric.model.flow import (
     NoWait,
     PartiallyCancelled,
     WaitIndefinite,
-    WaitTimeout,
+    WaitUpTo,
 )
 from flowfabric.model.grant import (
     ClaimGrant,
@@ -240,7 +240,7 @@ __all__ = [
     "UnmetEdge",
     "VerifyingKid",
     "WaitIndefinite",
-    "WaitTimeout",
+    "WaitUpTo",
     "WaitpointInfo",
     "WaitpointPage",
     "WaitpointState",

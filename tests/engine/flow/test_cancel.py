@@ -20,7 +20,7 @@ from flowfabric.model.flow import (
     FlowCancelled,
     NoWait,
     WaitIndefinite,
-    WaitTimeout,
+    WaitUpTo,
 )
 
 from .conftest import NewFlow
@@ -36,7 +36,7 @@ from .flows import (
 pytestmark = pytest.mark.usefixtures("consistent_rows")
 
 ALL = CancellationPolicy.CANCEL_ALL
-WAITS = (NoWait(), WaitTimeout(60_000), WaitIndefinite())
+WAITS = (NoWait(), WaitUpTo(60_000), WaitIndefinite())
 
 
 async def test_cancel_all_ends_every_member_as_a_cancel_of_its_own_would(
@@ -133,11 +133,11 @@ async def test_a_wait_that_expires_leaves_the_cancel_in_effect(
     locked, members = await suspended_among(flow, given, 2)
     async with connection.transaction():
         await connection.execute(LOCK_SUSPENSION, uuid_of(locked))
-        timeout = await refused(flow.cancel(wait=WaitTimeout(100)), "timeout")
+        timeout = await refused(flow.cancel(wait=WaitUpTo(100)), "timeout")
         assert timeout.detail == {"op": "cancel_flow", "elapsed_ms": 100}
         # A repeated call waits for the members too, and a short one reads once.
         for ms in (0, 50):
-            timeout = await refused(flow.cancel(wait=WaitTimeout(ms)), "timeout")
+            timeout = await refused(flow.cancel(wait=WaitUpTo(ms)), "timeout")
             assert timeout.detail == {"op": "cancel_flow", "elapsed_ms": ms}
     assert await flow.cancel(wait=WaitIndefinite()) == FlowCancelled(
         cancellation_policy=ALL, member_execution_ids=members
@@ -154,10 +154,10 @@ async def test_a_repeated_call_waits_only_for_what_the_stored_policy_covers(
     await flow.members(2)
     await flow.member(given.claimed, lane_id="other")
     await flow.cancel("cancel_pending", wait=WaitIndefinite())
-    answer = await flow.cancel("cancel_all", wait=WaitTimeout(0))
+    answer = await flow.cancel("cancel_all", wait=WaitUpTo(0))
     assert answer.cancellation_policy is CancellationPolicy.CANCEL_PENDING
-    await refused(flow.cancel(wait=WaitTimeout(300_001)), "invalid_input")
-    await refused(flow.cancel(wait=True), "invalid_input", "NoWait, WaitTimeout or WaitIndefinite")
+    await refused(flow.cancel(wait=WaitUpTo(300_001)), "invalid_input")
+    await refused(flow.cancel(wait=True), "invalid_input", "NoWait, WaitUpTo or WaitIndefinite")
 
 
 async def test_a_flow_that_is_gone_ends_the_wait(
