@@ -17,6 +17,7 @@ from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
 from flowfabric.model.stream import DurableSummary, Frame
 
+from .flow_calls import cancel_graph, cancel_many, submit_flow
 from .preparations import (
     LARGE_INPUT,
     beside_flow,
@@ -110,28 +111,6 @@ def _create_many(engine: Engine, subject: Subject, **overrides: Any) -> Awaitabl
 
 def _create_without_ids(engine: Engine, subject: Subject, **overrides: Any) -> Awaitable[object]:
     return engine.create_many([NewExecution(**subject.new(**overrides)) for _ in range(3)])
-
-
-def _submit_flow(engine: Engine, subject: Subject, **overrides: Any) -> Awaitable[object]:
-    fields = ("lane_id", "execution_kind", "input_payload", "creator_identity", "policy")
-    member = {field: subject.new(**LARGE)[field] for field in fields}
-    return engine.submit_flow(
-        flow_kind="dag",
-        namespace="tests",
-        nodes=[
-            {"name": "first", **member, "tags": {"ff.instance_id": "one"}},
-            {"name": "late", **member, "delay_ms": MINUTE},
-            {"name": "last", **member, "execution_deadline_at": delayed_until(subject)},
-        ],
-        edges=[{"upstream": name, "downstream": "last"} for name in ("first", "late")],
-        groups={"last": {"kind": "any_of", "on_satisfied": "let_run"}},
-        tags={"app.key": "value"},
-        **overrides,
-    )
-
-
-def _cancel(cancel: Callable[..., Awaitable[object]], subject: Subject, policy: str) -> Awaitable[object]:
-    return cancel(subject.flow_id, reason="x", cancellation_policy=policy)
 
 
 def _resume_token(subject: Subject) -> ResumeToken:
@@ -260,13 +239,20 @@ def _operations() -> list[Operation]:
     add("set_flow_tags", in_flow, lambda e, s: e.set_flow_tags(s.flow_id, {"app.key": "value", "app.other": "word"}))
     add("submit_flow", nothing, _submit_flow, "without an id", is_idempotent=False)
     add("submit_flow", nothing, lambda e, s: _submit_flow(e, s, flow_id=s.ids[0]), "with an id")
+    add("submit_flow", nothing, submit_flow, "without an id", is_idempotent=False)
+    add("submit_flow", nothing, lambda e, s: submit_flow(e, s, flow_id=s.ids[0]), "with an id")
 
-    add("cancel_flow_header", in_flow, lambda e, s: _cancel(e.cancel_flow_header, s, "cancel_all"))
-    add("cancel_flow_header", running_in_flow, lambda e, s: _cancel(e.cancel_flow_header, s, "cancel_all"), "running")
+    add("cancel_flow_header", in_flow, lambda e, s: cancel_graph(e.cancel_flow_header, s, "cancel_all"))
+    add(
+        "cancel_flow_header",
+        running_in_flow,
+        lambda e, s: cancel_graph(e.cancel_flow_header, s, "cancel_all"),
+        "running",
+    )
     # The members are cancelled in further transactions.
-    add("cancel_flow", in_flow, lambda e, s: _cancel(e.cancel_flow, s, "flow_only"), "of the graph only")
+    add("cancel_flow", in_flow, lambda e, s: cancel_graph(e.cancel_flow, s, "flow_only"), "of the graph only")
     add("ack_cancel_member", owed, lambda e, s: e.ack_cancel_member(s.flow_id, s.execution_id))
-    add("cancel_many", running_in_flow, lambda e, s: parts_of(e).cancel_many.cancel([s.execution_id], reason="x"))
+    add("cancel_many", claimed, cancel_many)
 
     # Claiming.
     add("claim", created, _claim)
