@@ -37,6 +37,7 @@ from flowfabric.model.explanation import (
     SignalsReason,
     UnmetEdge,
 )
+from flowfabric.model.flow import FlowAlreadySatisfied, FlowEdge, FlowNode, FlowSubmitted
 from flowfabric.model.grant import (
     ClaimGrant,
     Granted,
@@ -149,6 +150,10 @@ __all__ = [
     "FailureClass",
     "FailureReason",
     "Fence",
+    "FlowAlreadySatisfied",
+    "FlowEdge",
+    "FlowNode",
+    "FlowSubmitted",
     "GrantNotFound",
     "Granted",
     "GrantedClaim",

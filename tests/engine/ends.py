@@ -7,9 +7,10 @@ from typing import Any
 
 import asyncpg
 
+from engine.flow.graphs import BuiltFlow
 from engine.state import claim, refused
 from engine.waits import suspend_args, triple
-from fixtures import Clock, Given, uuid_of
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import Attachment, EndedLease
 from flowfabric.engine.core.transition import Move
@@ -18,7 +19,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, split_execution_id
-from flowfabric.model.lease import Completed
+from flowfabric.model.lease import AlreadySatisfied, Completed, Revoked
 
 BIT = Attachment(64)
 """A kind of attachment that only this test has."""
@@ -281,8 +282,18 @@ async def delay(scene: Scene) -> AsyncIterator[ExecutionId]:
 
 
 @way(Move.CHILDREN_DONE)
-async def wait_children(scene: Scene) -> AsyncIterator[ExecutionId]:
+async def wait_for_no_children(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.claimed()
+    yield handle.execution_id
+    await scene.engine.wait_children(handle)
+
+
+@way(Move.WAITING_CHILDREN)
+async def wait_for_children(scene: Scene) -> AsyncIterator[ExecutionId]:
+    flow = await BuiltFlow.create(scene.given, Rows(scene.connection))
+    handle = await scene.claimed(execution_id=flow.mint())
+    await flow.add(handle.execution_id)
+    await flow.connect(await flow.member(lane_id="upstream"), handle.execution_id)
     yield handle.execution_id
     await scene.engine.wait_children(handle)
 
@@ -362,6 +373,20 @@ async def complete_after_the_lease_expired(scene: Scene) -> AsyncIterator[Execut
     handle = await scene.expired()
     yield handle.execution_id
     await refused(scene.engine.complete(handle, b"late"), "lease_expired")
+
+
+@way(Move.LEASE_EXPIRED)
+async def revoke_a_lost_lease(scene: Scene) -> AsyncIterator[ExecutionId]:
+    execution_id = await scene.lost()
+    yield execution_id
+    assert await scene.engine.revoke_lease(execution_id) == AlreadySatisfied(reason="already_expired")
+
+
+@way(Move.LEASE_REVOKED)
+async def revoke_lease(scene: Scene) -> AsyncIterator[ExecutionId]:
+    handle = await scene.claimed()
+    yield handle.execution_id
+    assert isinstance(await scene.engine.revoke_lease(handle.execution_id), Revoked)
 
 
 @way(Move.LEASE_EXPIRED)

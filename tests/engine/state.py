@@ -14,6 +14,7 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome
 from flowfabric.model.execution import Created, Duplicate, NewExecution
 from flowfabric.model.handle import Handle
+from flowfabric.model.lease import Revoked
 
 WAITING = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_first_attempt/waiting"
 DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_delay/none/pending_first_attempt/delayed"
@@ -208,24 +209,9 @@ def all_cases() -> Iterator[Case]:
     assert not failures, "\n".join(failures)
 
 
-async def revoke(connection: asyncpg.Connection, execution_id: str) -> None:
-    """Revoke a lease as an operator would; no operation of this version does."""
-    await connection.execute(
-        """with revoked as (
-             update execution
-                set ownership_state = 'lease_revoked', blocking_reason = 'waiting_for_worker',
-                    attempt_state = 'attempt_interrupted', blocking_detail = 'lease revoked: test',
-                    lease_revoked_at = ff_now(), lease_revoke_reason = 'test', last_mutation_at = ff_now()
-              where execution_id = $1 and ownership_state = 'leased'
-             returning *
-           ),
-           queued as (
-             insert into ready (place, route_no, queue_no, partition_key, execution_id)
-             select place, route_no, queue_no, partition_key, execution_id from revoked join queue using (queue_no)
-           )
-           insert into listed select partition_key, execution_id, public_state, lease_revoked_at from revoked""",
-        uuid_of(execution_id),
-    )
+async def revoke(engine: Engine, execution_id: str) -> None:
+    """Revoke a lease as an operator."""
+    assert isinstance(await engine.revoke_lease(execution_id, reason="test"), Revoked)
 
 
 async def block(connection: asyncpg.Connection, execution_id: str, eligibility: str, reason: str) -> None:

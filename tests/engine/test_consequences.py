@@ -76,7 +76,7 @@ async def check_seen(scene: Scene, execution_id: ExecutionId, move: Move) -> Non
     assert (await scene.attached(execution_id)) & BIT == (0 if is_terminal else BIT)
     assert await scene.connection.fetchval(
         """select count(*) from event_each e join test_ended s on s.xid = e.xid
-            where e.execution_id = $1 and e.kind in ('released', 'ended', 'expired')""",
+            where e.execution_id = $1 and e.kind in ('released', 'ended', 'expired', 'revoked')""",
         uuid_of(execution_id),
     ), "no event of the end is of the transaction that the consequence saw"
 

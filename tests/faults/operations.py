@@ -25,10 +25,12 @@ from .preparations import (
     delayed_until,
     due,
     granted,
+    in_flow,
     keyless,
     lease_expired,
     nothing,
     of_instance,
+    owed,
     past_deadline,
     past_lease,
     past_retention,
@@ -40,6 +42,7 @@ from .preparations import (
     resumable,
     resume_granted,
     resumed,
+    running_in_flow,
     signalled,
     streaming,
     streaming_lease_expired,
@@ -100,6 +103,28 @@ def _create_many(engine: Engine, subject: Subject, **overrides: Any) -> Awaitabl
 
 def _create_without_ids(engine: Engine, subject: Subject, **overrides: Any) -> Awaitable[object]:
     return engine.create_many([NewExecution(**subject.new(**overrides)) for _ in range(3)])
+
+
+def _submit_flow(engine: Engine, subject: Subject, **overrides: Any) -> Awaitable[object]:
+    fields = ("lane_id", "execution_kind", "input_payload", "creator_identity", "policy")
+    member = {field: subject.new(**LARGE)[field] for field in fields}
+    return engine.submit_flow(
+        flow_kind="dag",
+        namespace="tests",
+        nodes=[
+            {"name": "first", **member, "tags": {"ff.instance_id": "one"}},
+            {"name": "late", **member, "delay_ms": MINUTE},
+            {"name": "last", **member, "execution_deadline_at": delayed_until(subject)},
+        ],
+        edges=[{"upstream": name, "downstream": "last"} for name in ("first", "late")],
+        groups={"last": {"kind": "any_of", "on_satisfied": "let_run"}},
+        tags={"app.key": "value"},
+        **overrides,
+    )
+
+
+def _cancel(cancel: Callable[..., Awaitable[object]], subject: Subject, policy: str) -> Awaitable[object]:
+    return cancel(subject.flow_id, reason="x", cancellation_policy=policy)
 
 
 def _resume_token(subject: Subject) -> ResumeToken:
@@ -199,6 +224,17 @@ def _operations() -> list[Operation]:
     )
     add("create_many", nothing, lambda e, s: _create_many(e, s, **LARGE), "with ids, large inputs")
     add("create_many", nothing, lambda e, s: _create_many(e, s, tags={"app.key": "value"}), "with ids and tags")
+
+    # Flows.
+    add("submit_flow", nothing, _submit_flow, "without an id", is_idempotent=False)
+    add("submit_flow", nothing, lambda e, s: _submit_flow(e, s, flow_id=s.ids[0]), "with an id")
+
+    add("cancel_flow_header", in_flow, lambda e, s: _cancel(e.cancel_flow_header, s, "cancel_all"))
+    add("cancel_flow_header", running_in_flow, lambda e, s: _cancel(e.cancel_flow_header, s, "cancel_all"), "running")
+    # The members are cancelled in further transactions.
+    add("cancel_flow", in_flow, lambda e, s: _cancel(e.cancel_flow, s, "flow_only"), "of the graph only")
+    add("ack_cancel_member", owed, lambda e, s: e.ack_cancel_member(s.flow_id, s.execution_id))
+    add("cancel_many", running_in_flow, lambda e, s: parts_of(e).cancel_many.cancel([s.execution_id], reason="x"))
 
     # Claiming.
     add("claim", created, _claim)

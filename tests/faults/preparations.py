@@ -1,9 +1,11 @@
 """Preparations of subjects: each calls operations on an engine other than the one under test."""
 
 from typing import Any
+from uuid import uuid4
 
 from flowfabric.model.condition import ByName, Single
 from flowfabric.model.grant import Granted
+from flowfabric.model.ids import FlowId, flow_partition, split_execution_id
 from flowfabric.model.stream import DurableSummary, Frame
 from flowfabric.model.suspension import SuspendArgs, Suspended
 from flowfabric.model.waitpoint import Fresh
@@ -35,6 +37,34 @@ async def claimed(subject: Subject, *, lease_ttl_ms: int = LEASE_MS, **overrides
     assert handle is not None
     assert handle.execution_id == subject.execution_id
     subject.handle = handle
+
+
+async def in_flow(subject: Subject) -> None:
+    """A member of a flow that waits for a worker."""
+    await created(subject)
+    await _add_to_flow(subject)
+
+
+async def running_in_flow(subject: Subject) -> None:
+    """A member of a flow that a worker has claimed."""
+    await claimed(subject)
+    await _add_to_flow(subject)
+
+
+async def owed(subject: Subject) -> None:
+    """A member that its cancelled flow has still to cancel."""
+    await in_flow(subject)
+    await subject.engine.cancel_flow_header(subject.flow_id, reason="x", cancellation_policy="cancel_all")
+
+
+async def _add_to_flow(subject: Subject) -> None:
+    partition, _ = split_execution_id(subject.execution_id)
+    count = subject.engine.settings.flow_partitions
+    subject.flow_id = next(
+        flow_id for flow_id in iter(lambda: FlowId(uuid4()), None) if flow_partition(flow_id, count) == partition
+    )
+    await subject.engine.create_flow(subject.flow_id, flow_kind="dag", namespace="tests")
+    await subject.engine.add_execution_to_flow(subject.flow_id, subject.execution_id)
 
 
 async def streaming(subject: Subject, **overrides: Any) -> None:

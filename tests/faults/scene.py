@@ -15,7 +15,7 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Created, NewExecution
 from flowfabric.model.grant import Granted
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import ExecutionId
+from flowfabric.model.ids import ExecutionId, FlowId
 from flowfabric.model.suspension import SuspendDetails
 from flowfabric.model.waitpoint import PendingWaitpoint
 
@@ -55,6 +55,7 @@ _EXECUTION_TABLES = (
     "stream_frame",
     "stream_summary",
 )
+_FLOW_TABLES = ("flow", "flow_tag", "edge", "edge_group", "cancel_backlog", "cancel_backlog_member")
 _ROWS = f"""
 with own as materialized (
   select e.execution_id from execution e join lane l using (lane_no) where l.lane_id = $1 and e.created_at >= $2)
@@ -65,6 +66,15 @@ with own as materialized (
         for table in _EXECUTION_TABLES
     )
 }
+{
+    "".join(
+        f"union all select '{table}', to_jsonb(t)::text from {table} t"
+        " where t.flow_id in (select e.flow_id from own join execution e using (execution_id)) "
+        for table in _FLOW_TABLES
+    )
+}
+union all select 'event', to_jsonb(t)::text from event t
+ where t.execution_id in (select e.flow_id from own join execution e using (execution_id))
 union all select 'retained', to_jsonb(t)::text
   from (select r.retain_until, r.ended_at, i.execution_id
           from retained r cross join unnest(r.execution_ids) as i(execution_id)) t
@@ -101,6 +111,7 @@ class Subject:
         self.name = uuid4().hex
         """A unique name."""
         self.execution_id = ExecutionId(f"{{fp:1}}:{uuid4()}")
+        self.flow_id: FlowId
         self.handle: Handle
         self.grant: Granted
         self.wait: SuspendDetails

@@ -4,16 +4,19 @@ Feeds rely on it: the events of a transaction that began after a snapshot have g
 """
 
 import re
+from uuid import uuid4
 
 import asyncpg
 import pytest
 
+from engine.flow.graphs import BuiltFlow
 from engine.sending import waiting
 from engine.state import claim
 from engine.waits import suspend_run
-from fixtures import Clock, Given
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
+from flowfabric.model.ids import mint_for_flow
 
 from .test_statements import ALL
 
@@ -59,7 +62,7 @@ async def test_a_statement_that_draws_an_event_id_too_early_is_detected(checked:
 
 
 async def test_every_statement_that_writes_events_has_a_transaction_id_before(
-    checked: asyncpg.Connection, engine: Engine, given: Given, clock: Clock
+    checked: asyncpg.Connection, engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
     instance = {"ff.instance_id": "one"}
     for _ in range(2):
@@ -87,6 +90,27 @@ async def test_every_statement_that_writes_events_has_a_transaction_id_before(
     (resumed,) = await claim(engine, "waits")
     await suspend_run(engine, resumed.handle)
     await engine.resume_execution(execution_id=wait.execution_id)
+    await engine.change_priority(wait.execution_id, 5)
+
+    # The second member revives a flow that has ended.
+    flow = await BuiltFlow.create(given, rows)
+    for _ in range(2):
+        await engine.cancel_execution(execution_id=await flow.member(), reason="not wanted")
+        assert await engine.wait_for_flow(flow.flow_id, 30_000) is not None
+
+    flow_id = uuid4()
+    await engine.create_flow(flow_id, flow_kind="dag", namespace="tests")
+    ended = await given.completed(execution_id=mint_for_flow(flow_id, parts_of(engine).store.rules.partitions))
+    await engine.add_execution_to_flow(flow_id, ended)
+    await engine.cancel_flow(flow_id, reason="not wanted", cancellation_policy="cancel_all")
+    member = {
+        "lane_id": "flows",
+        "execution_kind": "job",
+        "input_payload": b"1",
+        "creator_identity": "test",
+        "tags": instance,
+    }
+    await engine.submit_flow(flow_kind="dag", namespace="tests", nodes=[{"name": "only", **member}])
 
     await engine.replay_execution(execution_id=runs[0].execution_id)
 

@@ -32,7 +32,8 @@ ALL = {
 
 EXECUTION = ("partition_key", "execution_id")
 KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "execution": (EXECUTION,),
+    # By its flow: the members of one flow.
+    "execution": (EXECUTION, ("flow_id",)),
     "execution_input": (EXECUTION,),
     "execution_result": (EXECUTION,),
     # A place is unique: places are drawn from one sequence.
@@ -51,6 +52,8 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "stream": (EXECUTION,),
     "stream_frame": (EXECUTION,),
     "stream_summary": (EXECUTION,),
+    "flow": (("partition_key", "flow_id"),),
+    "flow_summary": (("partition_key", "flow_id"),),
     "worker": (("partition_key", "namespace", "worker_instance_id"),),
     "worker_event": (("partition_key", "namespace", "worker_instance_id"),),
 }
@@ -72,6 +75,7 @@ ORDERED: dict[str, set[str]] = {
     "list_retained": {"retained_due"},
     "take_hidden_frames": {"stream_due"},
     "list_due_streams": {"stream_due"},
+    "list_due_flows": {"flow_due"},
     "take_expired_keys": {"idempotency_key_due"},
     "take_old_grants": {"claim_grant_due"},
     "take_expired_workers": {"worker_due"},
@@ -86,6 +90,7 @@ ORDERED: dict[str, set[str]] = {
         "waitpoint_due",
         "claim_grant_due",
         "stream_due",
+        "flow_due",
         "worker_due",
     },
 }

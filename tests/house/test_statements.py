@@ -14,6 +14,7 @@ from flowfabric.engine.core.transition import (
     BLOCKED_BY_DEPENDENCIES,
     CLAIM_PARAMETERS,
     ESCALATED,
+    HELD_FOR_CANCEL,
     PROMOTED,
     REPLAYED,
     completion_parameters,
@@ -46,10 +47,11 @@ MOVES = {
     "replay_locked",
     "resume_locked",
     "escalate_locked",
+    "block_by_dependencies",
+    "hold_owed_members",
     "settle_entries",
     "resolve_edges",
     "promote_blocked",
-    "block_by_dependencies",
 }
 """The only statements that write the state of an execution."""
 
@@ -198,6 +200,7 @@ def test_a_transition_writes_no_literal_state() -> None:
         ("promote_delayed", PROMOTED),
         ("replay_locked", target_parameters(REPLAYED)),
         ("escalate_locked", ESCALATED),
+        ("hold_owed_members", HELD_FOR_CANCEL),
         ("block_by_dependencies", BLOCKED_BY_DEPENDENCIES),
     ],
 )

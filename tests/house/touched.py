@@ -30,6 +30,10 @@ TABLES = (
     "stream",
     "stream_frame",
     "stream_summary",
+    "flow",
+    "flow_tag",
+    "edge",
+    "edge_group",
 )
 """The tables that grow with the load."""
 

@@ -48,6 +48,10 @@ async def reclaim(engine: Engine, run: ExecutionId, clock: Clock) -> None:
     )
 
 
+async def revoke(engine: Engine, run: ExecutionId, clock: Clock) -> None:
+    await engine.revoke_lease(run, reason="the host is drained")
+
+
 async def override(engine: Engine, run: ExecutionId, clock: Clock) -> None:
     await engine.complete_execution(execution_id=run, payload=b"1", source="operator_override")
 
@@ -58,6 +62,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "attempt timeout": (pass_the_attempt_timeout, {"policy": {"timeout_policy": {"attempt_timeout_ms": 150_000}}}),
     "lease expiry": (expire_the_lease, {}),
     "reclaim": (reclaim, {}),
+    "revoke": (revoke, {}),
     "operator": (override, {}),
 }
 

@@ -22,10 +22,12 @@ from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.ending import FlowEndings
 from flowfabric.engine.flow.graph import Graph
+from flowfabric.engine.flow.park import ChildWaits
 from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.flow.summary import FlowSummaries
+from flowfabric.engine.flow.tags import FlowTags
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
@@ -41,6 +43,7 @@ from flowfabric.engine.parts import Parts
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
+from flowfabric.engine.read.flow_listing import FlowListing
 from flowfabric.engine.read.flows import Flows
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
@@ -112,7 +115,7 @@ class Engine:
     complete_execution = operation(Finish.complete_execution)
     fail_execution = operation(Finish.fail_execution)
     delay = operation(Delays.delay)
-    wait_children = operation(Delays.wait_children)
+    wait_children = operation(ChildWaits.wait_children)
     hand_back = operation(Delays.hand_back)
     promote_delayed = operation(Delays.promote_delayed)
     expire_execution = operation(Timeouts.expire_execution)
@@ -147,10 +150,16 @@ class Engine:
     set_edge_group_policy = operation(Graph.set_edge_group_policy)
     stage_dependency_edge = operation(Graph.stage_dependency_edge)
     apply_dependency_to_child = operation(Graph.apply_dependency_to_child)
+    set_flow_tag = operation(FlowTags.set_flow_tag)
+    set_flow_tags = operation(FlowTags.set_flow_tags)
+    get_flow_tag = operation(FlowTags.get_flow_tag)
     describe_flow = operation(Flows.describe_flow)
+    list_flows = operation(FlowListing.list_flows)
     describe_edge = operation(Flows.describe_edge)
     list_edges = operation(Flows.list_edges)
     evaluate_flow_eligibility = operation(Flows.evaluate_flow_eligibility)
+    # Flows: the cascade.
+    cascade_completion = operation(Cascade.cascade_completion)
 
     # Flows: summaries and ends.
     project_flow_summary = operation(FlowSummaries.project_flow_summary)

@@ -27,11 +27,13 @@ from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.ending import FlowEndings
 from flowfabric.engine.flow.graph import Graph
+from flowfabric.engine.flow.park import ChildWaits
 from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.flow.resolve import Resolver
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.flow.summary import FlowSummaries
+from flowfabric.engine.flow.tags import FlowTags
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
@@ -47,6 +49,7 @@ from flowfabric.engine.operation import Services
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
+from flowfabric.engine.read.flow_listing import FlowListing
 from flowfabric.engine.read.flows import Flows
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
@@ -124,6 +127,8 @@ class Parts:
 
         resolver = Resolver(store, lease_ends)
         services.add(Graph(store, resolver))
+        services.add(ChildWaits(store, lease_ends))
+        services.add(FlowTags(store))
         services.add(SubmitFlow(store, patience_ms=settings.submit_patience_ms))
         self.cascade = services.add(Cascade(store, resolver))
         services.add(Replays(store, resolver, self.cascade))
@@ -132,7 +137,7 @@ class Parts:
         self.cancel_backlog = services.add(
             CancelBacklog(store, self.cancel_many, Quarantine(settings.cancel_reconciler_interval_s))
         )
-        flow_cancel = services.add(FlowCancel(store, self.cancel_backlog, grace_ms=settings.cancel_grace_ms))
+        self.flow_cancel = services.add(FlowCancel(store, self.cancel_backlog, grace_ms=settings.cancel_grace_ms))
         self.flow_summaries = services.add(
             FlowSummaries(
                 store,
@@ -159,15 +164,16 @@ class Parts:
         self.sessions = services.add(Sessions(store))
         self.workers = services.add(Workers(store))
         self.identities = services.add(Identities(store))
-        for kind in (Lanes, View, Explain, Flows, Listing, Counting, Consistency):
+        for kind in (Lanes, View, Explain, Flows, FlowListing, Listing, Counting, Consistency):
             services.add(kind(store))
+        waits = (self.tails, feeds, self.flow_cancel, flow_endings)
         changes = (self.cancel_many, services[Replays], services[Priority])
         services.add(Matching(services[Listing], services[View], *changes))
         waits = (self.tails, feeds, flow_cancel, flow_endings)
         drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
-        cascades = (flow_cancel, self.cascade, self.siblings)
+        cascades = (self.flow_cancel, self.cascade, self.siblings)
         drains = [flow_endings.close, *(service.drain for service in (*drained, *cascades))]
-        self.shutdown = services.add(Shutdown(claims, results, flow_cancel, waits, drains))
+        self.shutdown = services.add(Shutdown(claims, results, self.flow_cancel, waits, drains))
 
     @property
     def store(self) -> Store:

@@ -13,6 +13,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.model.text import shown
 
 MAX_QUORUM = 2**31 - 1
+MAX_REF_CHARACTERS = 1024
 SUCCESS_ONLY = "success_only"
 """The only dependency kind in use."""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from flowfabric.model.condition import OPERATOR_ONLY_NAME, TIMEOUT_ONLY_NAME
+from flowfabric.model.edge import AllOf, AnyOf, EdgePolicy
 from flowfabric.model.ids import (
     EdgeId,
     ExecutionId,
@@ -20,6 +21,9 @@ from flowfabric.model.text import listed, shorten, shown_time
 
 MAX_AHEAD = 1000
 """The number up to which the executions ahead of one are counted."""
+
+MAX_EDGES = 100
+"""How many unresolved dependencies are listed."""
 
 _MAX_LISTED = 3
 
@@ -112,20 +116,28 @@ class QuotaReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnmetEdge:
-    """A dependency of an execution that is not satisfied yet."""
+    """A dependency of an execution that is not resolved yet, and the state of its upstream execution, None if deleted.
+
+    An edge that is only staged is not resolved before it is applied, even if its upstream execution has ended.
+    """
 
     edge_id: EdgeId
     upstream_execution_id: ExecutionId
-    public_state: PublicState
+    public_state: PublicState | None
+    is_applied: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DependenciesReason:
-    """It waits for other executions to end."""
+    """It waits for other executions of its flow to end.
+
+    `unmet_count` counts the dependencies that are not resolved yet, and `edges` has up to 100 of them.
+    """
 
     detail: str | None
-    policy: str | None = None
+    policy: EdgePolicy | None = None
     edges: tuple[UnmetEdge, ...] = ()
+    unmet_count: int = 0
     kind: Literal["dependencies"] = "dependencies"
 
 
@@ -226,7 +238,9 @@ def summarise(public_state: PublicState, reasons: Sequence[Reason]) -> str:
     state = public_state.value.replace("_", " ")
     if not reasons:
         return state
-    link = " " if reasons[0].kind in _INLINE else ": "
+    first = reasons[0]
+    has_policy = isinstance(first, DependenciesReason) and first.policy is not None
+    link = " " if first.kind in _INLINE or has_policy else ": "
     return f"{state}{link}{'; '.join(map(_phrase, reasons))}"
 
 
@@ -259,8 +273,10 @@ def _phrase(reason: Reason) -> str:
             return f"until {_time(reason.until)}{_DELAYS[reason.cause]}{_failure(reason.last_failure)}"
         case BudgetReason() | QuotaReason():
             return f"{reason.kind}{_detail(reason.detail)}"
-        case DependenciesReason():
+        case DependenciesReason(policy=None):
             return f"dependencies{_detail(reason.detail)}"
+        case DependenciesReason():
+            return _dependencies(reason)
         case SignalsReason():
             times_out = "" if reason.timeout_at is None else f"; times out at {_time(reason.timeout_at)}"
             return f"until {_awaited(reason.waitpoints)}{times_out}"
@@ -284,6 +300,25 @@ def _failure(failure: LastFailure | None) -> str:
         return ""
     category = "" if failure.category is None else f" ({shorten(failure.category)})"
     return f", after attempt {failure.attempt_index + 1} failed: {shorten(failure.reason or 'no reason')}{category}"
+
+
+def _dependencies(reason: DependenciesReason) -> str:
+    match reason.policy:
+        case None | AllOf():
+            needed = "all of its dependencies have succeeded"
+        case AnyOf():
+            needed = "one of its dependencies has succeeded"
+        case quorum:
+            needed = f"{quorum.k} of its dependencies have succeeded"
+    found = [f"{edge.upstream_execution_id} ({_upstream(edge)})" for edge in reason.edges[:_MAX_LISTED]]
+    more = reason.unmet_count - len(found)
+    upstreams = ", ".join(found) + (f" and {more} more" if found and more > 0 else "")
+    return f"until {needed}; {reason.unmet_count} unresolved" + (f": {upstreams}" if upstreams else "")
+
+
+def _upstream(edge: UnmetEdge) -> str:
+    state = "deleted" if edge.public_state is None else edge.public_state.value.replace("_", " ")
+    return state if edge.is_applied else f"{state}, not applied"
 
 
 def _awaited(waitpoints: Sequence[OpenWaitpoint]) -> str:

@@ -142,13 +142,6 @@ class AlreadyMember:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TagsSet:
-    """The tags of the flow are stored."""
-
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FlowHeaderCancelled:
     """The flow is cancelled; its members that the policy covers are still to be cancelled."""
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from operator import lt
 from typing import Any, NamedTuple, TypeVar
 
-from flowfabric.model.edge import AllOf, EdgePolicy, Quorum, parse_edge_policy
+from flowfabric.model.edge import MAX_REF_CHARACTERS, AllOf, EdgePolicy, Quorum, parse_edge_policy
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.flow import MAX_EDGES, MAX_NODES, FlowEdge, FlowNode
-from flowfabric.model.text import check_short, check_text, did_you_mean, listed, shown
+from flowfabric.model.text import check_length, check_short, did_you_mean, listed, shown
 
 Part = TypeVar("Part", FlowNode, FlowEdge)
 
@@ -88,7 +88,9 @@ def check_graph(
         upstreams.append(upstream)
         downstreams.append(downstream)
         kinds.append(edge.dependency_kind)
-        refs.append(None if ref is None else check_text(ref, f"edges[{nth}].data_passing_ref") or None)
+        refs.append(
+            None if ref is None else check_length(ref, f"edges[{nth}].data_passing_ref", MAX_REF_CHARACTERS) or None
+        )
         inbound[downstream] += 1
     policies = {node: _DEFAULT for node, count in enumerate(inbound) if count} | _policies(groups, names, inbound)
     if cycle := find_cycle(len(names), upstreams, downstreams):

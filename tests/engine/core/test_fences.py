@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 from uuid import uuid4
 
-import asyncpg
 import msgspec
 
 from engine.state import (
@@ -147,11 +146,11 @@ async def test_an_attempt_that_waits_for_its_retry_is_not_active(engine: Engine,
 
 
 async def test_revocation_is_checked_before_expiry_and_expiry_before_the_ids(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     revoked = await given.claimed(lease_ttl_ms=1000)
     expired = {name: await given.claimed(lease_ttl_ms=1000, lane_id=name) for name in FENCED_OPERATIONS}
-    await revoke(connection, revoked.execution_id)
+    await revoke(engine, revoked.execution_id)
     await clock.advance(seconds=2)
     async with rows.unchanged():
         for _, operation, case in each_operation():

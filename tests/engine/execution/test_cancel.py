@@ -4,8 +4,6 @@ import itertools
 from typing import Any
 from uuid import uuid4
 
-import asyncpg
-
 from engine.state import (
     CANCELLED,
     CANCELLED_BEFORE_FIRST_ATTEMPT,
@@ -31,7 +29,7 @@ EXEMPT = ("operator_override", "flow_cascade", "system_timeout")
 BOUND = ("lease_holder", "a source of the caller's own")
 
 
-async def in_state(state: str, given: Given, connection: asyncpg.Connection) -> tuple[ExecutionId, Handle | None]:
+async def in_state(state: str, given: Given) -> tuple[ExecutionId, Handle | None]:
     """An execution in a state on a lane of that name, with the handle of its run if there was one."""
     match state:
         case "waiting":
@@ -46,7 +44,7 @@ async def in_state(state: str, given: Given, connection: asyncpg.Connection) -> 
             handle = await given.reclaimable(lane_id=state)
         case "revoked":
             handle = await given.claimed(lane_id=state)
-            await revoke(connection, handle.execution_id)
+            await revoke(given.engine, handle.execution_id)
         case "backing off":
             handle = await given.backing_off(lane_id=state)
         case _:
@@ -60,18 +58,16 @@ EVENTS = {
     "active": ["acquired", "released cancelled>cancelled"],
     "expired": ["acquired", "released cancelled>cancelled"],
     "reclaimable": ["acquired", "expired", "ended cancelled>cancelled"],
-    "revoked": ["acquired", "ended cancelled>cancelled"],
+    "revoked": ["acquired", "revoked test", "ended cancelled>cancelled"],
     "backing off": ["acquired", "released failed_retry_scheduled", "ended cancelled>cancelled"],
 }
 
 
-async def test_an_operator_cancels_from_every_state(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock
-) -> None:
+async def test_an_operator_cancels_from_every_state(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     with all_cases() as case:
         for state, events in EVENTS.items():
             with case(state):
-                execution_id, handle = await in_state(state, given, connection)
+                execution_id, handle = await in_state(state, given)
                 now = await clock.advance(ms=5)
                 cancelled = await engine.cancel_execution(execution_id=execution_id, reason="not wanted")
                 assert cancelled == Cancelled(execution_id=execution_id, public_state=PublicState.CANCELLED)
@@ -126,16 +122,12 @@ async def test_an_override_needs_no_fence_and_ignores_a_wrong_one(engine: Engine
         assert (await rows.execution(handle.execution_id))["cancelled_by"] == source
 
 
-async def test_any_other_source_must_give_the_current_lease(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
-) -> None:
+async def test_any_other_source_must_give_the_current_lease(engine: Engine, given: Given, rows: Rows) -> None:
     for source in BOUND:
-        await check_source_needs_lease(source, engine, given, rows, connection)
+        await check_source_needs_lease(source, engine, given, rows)
 
 
-async def check_source_needs_lease(
-    source: str, engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
-) -> None:
+async def check_source_needs_lease(source: str, engine: Engine, given: Given, rows: Rows) -> None:
     """Check that a source cannot cancel a run without its current lease."""
     handle = await given.claimed()
     fence: dict[str, Any] = {"lease_id": handle.lease_id, "lease_epoch": handle.lease_epoch}
@@ -164,7 +156,7 @@ async def check_source_needs_lease(
         named["execution_id"] = other.execution_id
         await engine.cancel_execution(**named, **{field: texts[field] for field in fields})
     revoked = await given.claimed(lane_id=f"revoked {source[:20]}")
-    await revoke(connection, revoked.execution_id)
+    await revoke(engine, revoked.execution_id)
     named["execution_id"] = revoked.execution_id
     async with rows.unchanged():
         await refused(engine.cancel_execution(**named), "lease_revoked")

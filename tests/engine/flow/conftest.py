@@ -2,7 +2,6 @@
 
 from collections.abc import Awaitable, Callable
 
-import asyncpg
 import pytest
 
 from fixtures import Given
@@ -13,6 +12,6 @@ NewFlow = Callable[[], Awaitable[Flow]]
 
 
 @pytest.fixture
-def flows(given: Given, connection: asyncpg.Connection) -> NewFlow:
+def flows(given: Given) -> NewFlow:
     """Create a flow without members."""
-    return lambda: new_flow(given, connection)
+    return lambda: new_flow(given)

@@ -1,4 +1,4 @@
-"""The header of a flow's cancellation closes the graph, records what is owed, and holds members back from claims."""
+"""The header of a cancellation: it closes the graph, records what is owed, and holds members back from claims."""
 
 from typing import Any
 from uuid import uuid4
@@ -149,7 +149,7 @@ async def test_a_held_member_cannot_be_claimed_by_its_id(
     engine = given.engine
     members = {state: await member_in(state, flow, given, connection) for state in HELD_STATES}
     await flow.cancel_header()
-    worker = {"worker_id": "worker", "worker_instance_id": "worker-1"}
+    worker: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1"}
     async with rows.unchanged():
         for lane_id, execution_id in members.items():
             named: dict[str, Any] = {"execution_id": execution_id, "lane_id": lane_id}
@@ -167,8 +167,8 @@ async def test_a_held_member_cannot_be_claimed_by_its_id(
                 await engine.reclaim_execution(**named, **worker),
             ):
                 assert isinstance(answer, NotReclaimable)
-            if lane_id in ("reclaimable", "revoked", "reclaim granted"):
-                assert answer.detail == "its flow is cancelled"
+                is_lost = lane_id in ("reclaimable", "revoked", "reclaim granted")
+                assert (answer.detail == "its flow is cancelled") == is_lost
 
 
 async def test_a_repeated_header_changes_nothing_and_returns_what_is_stored(
@@ -180,7 +180,7 @@ async def test_a_repeated_header_changes_nothing_and_returns_what_is_stored(
     async with rows.unchanged():
         for policy in CancellationPolicy:
             assert await given.engine.cancel_flow_header(
-                flow_id=flow.flow_id, reason="another", cancellation_policy=policy
+                flow.flow_id, reason="another", cancellation_policy=policy
             ) == FlowAlreadyTerminal(
                 stored_cancellation_policy=CancellationPolicy.CANCEL_PENDING,
                 stored_cancel_reason="not wanted",

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import UUID
 
 import msgspec
 
@@ -153,6 +154,18 @@ def _operations() -> Sequence[Operation]:
         operation("reclaim_execution", lambda s: s.engine.reclaim_execution(**s.named, **WORKER)),
         operation("reclaim_execution", lambda s: s.engine.reclaim_execution(**s.named, **OTHER), "another worker"),
         operation("mark_lease_expired_if_due", lambda s: s.engine.mark_lease_expired_if_due(s.execution_id)),
+        operation("revoke_lease", lambda s: s.engine.revoke_lease(s.execution_id, reason="x")),
+        operation(
+            "revoke_lease",
+            lambda s: s.engine.revoke_lease(s.execution_id, expected_lease_id=UUID(int=1), reason="x"),
+            "of another lease",
+        ),
+        operation(
+            "revoke_lease",
+            lambda s: s.engine.revoke_lease(s.execution_id, worker_instance_id="nobody-1", reason="x"),
+            "of another worker",
+        ),
+        operation("change_priority", lambda s: s.engine.change_priority(s.execution_id, 7)),
         operation("promote_delayed", lambda s: s.engine.promote_delayed(s.execution_id)),
         operation(
             "expire_execution", lambda s: s.engine.expire_execution(s.execution_id, "attempt_timeout"), "timeout"

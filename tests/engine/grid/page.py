@@ -58,6 +58,8 @@ GROUPS = {
         "hand_back",
     ),
     "Cancelling": ("cancel", "cancel_execution"),
+    "Revoking a lease": ("revoke_lease",),
+    "Changing the priority": ("change_priority",),
     "Replaying": ("replay_execution",),
     "Time": ("promote_delayed", "expire_execution"),
     "Sweeps": ("mark expired leases", "promote delayed executions", "expire overdue executions"),

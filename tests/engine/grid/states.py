@@ -9,7 +9,6 @@ import asyncpg
 
 from fixtures import Clock
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import AttemptId, ExecutionId, LaneId, LeaseId, WorkerInstanceId
 from flowfabric.model.states import HandleKind
@@ -177,9 +176,7 @@ async def _lost_past_timeout(subject: Subject) -> None:
 
 async def _lease_revoked(subject: Subject) -> None:
     await _active(subject)
-    await revoke(subject.connection, subject.execution_id)
-    # Operations that make an execution claimable again do this.
-    parts_of(subject.engine).wakeups.watermarks.clear()
+    await revoke(subject.engine, subject.execution_id)
 
 
 async def _reclaim_granted(subject: Subject) -> None:

@@ -14,6 +14,7 @@ from ..state import (  # noqa: TID252
     PARKED,
     REPLAYED,
     RESUMABLE,
+    REVOKED,
     WAITING,
 )
 from .operations import HANDLE_CALLS, OPERATIONS, SERVICE_CALLS
@@ -332,6 +333,15 @@ EXPIRE: dict[str, Expected] = {
     **NOT_FOUND,
 }
 
+REVOKING = Moved(answer="Revoked", to=REVOKED, events=("revoked x",), is_transition=False)
+REVOKE: dict[str, Expected] = {
+    **NOT_FOUND,
+    **each((*RUNNABLE, *ENDED), Same("no_active_lease")),
+    "past_expiry": replace(MARKED, answer="already_expired"),
+    **each(("lease_expired", "lost_past_timeout", "reclaim_granted"), Same("already_expired")),
+    "lease_revoked": Same("already_revoked"),
+}
+REPRIORITIZED = Moved(answer="Changed", events=("operator_action priority_changed",), is_transition=False)
 REPLAYING = Moved(
     answer="Replayed", to=REPLAYED, events=("replay_initiated normal", "operator_action replayed"), replays=1
 )
@@ -353,6 +363,14 @@ BY_ANYONE: dict[str, Row] = {
         {"absent": Same("execution_not_found"), "past_expiry": MARKED, "lease_revoked": Same("already_revoked")},
         each(HELD, Same("not_yet_expired")),
         each(("lease_expired", "lost_past_timeout", "reclaim_granted"), Same("already_expired")),
+    ),
+    "revoke_lease": whole(REVOKE, each(HELD, REVOKING)),
+    "revoke_lease, of another lease": whole(REVOKE, each(HELD, Refused("stale_lease"))),
+    "revoke_lease, of another worker": whole(REVOKE, each(HELD, Same("different_worker_instance_id"))),
+    "change_priority": whole(
+        each(EVERY, NOT_ELIGIBLE),
+        NOT_FOUND,
+        each((*NEW, "retryable", "resumable", "granted", "grant_expired", "resume_granted"), REPRIORITIZED),
     ),
     "promote_delayed": whole(
         each(EVERY, Same("not_delayed")),

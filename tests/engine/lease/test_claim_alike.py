@@ -74,7 +74,7 @@ async def _expired_resumed(given: Given, lane: str) -> str:
 
 async def _revoked(given: Given, lane: str) -> str:
     handle = await given.claimed(lane_id=lane)
-    await revoke(given.clock._connection, handle.execution_id)
+    await revoke(given.engine, handle.execution_id)
     return str(handle.execution_id)
 
 

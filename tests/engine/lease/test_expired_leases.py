@@ -3,8 +3,6 @@
 from typing import Any
 from uuid import uuid4
 
-import asyncpg
-
 from engine.cases import in_turn
 from engine.state import claim, refused, revoke
 from fixtures import Clock, Given, Rows
@@ -45,11 +43,9 @@ async def test_an_expired_lease_is_listed_marked_or_not(engine: Engine, given: G
         assert await engine.list_expired_leases() == ExpiredLeases(entries=(entry,), cursor=None)
 
 
-async def test_executions_without_an_expired_lease_are_not_listed(
-    engine: Engine, given: Given, connection: asyncpg.Connection, clock: Clock
-) -> None:
+async def test_executions_without_an_expired_lease_are_not_listed(engine: Engine, given: Given, clock: Clock) -> None:
     revoked = await given.claimed(lease_ttl_ms=1000)
-    await revoke(connection, revoked.execution_id)
+    await revoke(engine, revoked.execution_id)
     kept = await given.claimed(lease_ttl_ms=1000, lane_id="kept")
     await given.completed(lease_ttl_ms=1000, lane_id="a")
     await given.failed(lease_ttl_ms=1000, lane_id="b")

@@ -136,11 +136,9 @@ async def test_a_reclaimed_run_completes(engine: Engine, given: Given, rows: Row
     assert (await event_texts(rows, lost.execution_id))[2:] == ["reclaimed", "released completed>success"]
 
 
-async def test_the_next_claim_takes_over_a_revoked_lease(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
-) -> None:
+async def test_the_next_claim_takes_over_a_revoked_lease(engine: Engine, given: Given, rows: Rows) -> None:
     lost = await given.claimed()
-    await revoke(connection, lost.execution_id)
+    await revoke(engine, lost.execution_id)
     assert vector(await rows.execution(lost.execution_id)) == REVOKED
     (taken,) = await claim(engine)
     assert (taken.handle.kind, taken.attempt_type) == (HandleKind.RECLAIMED, AttemptType.RECLAIM)

@@ -74,10 +74,10 @@ async def test_a_reclaim_grant_is_stored_and_does_not_change_the_state(
 
 
 async def test_a_grant_is_issued_for_a_revoked_lease_and_for_an_expired_one_that_is_not_marked_yet(
-    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     revoked = await given.claimed(lane_id="revoked")
-    await revoke(connection, revoked.execution_id)
+    await revoke(engine, revoked.execution_id)
     assert isinstance(await issue_reclaim_grant(engine, revoked.execution_id, lane_id="revoked"), Granted)
     lost = await given.claimed(lease_ttl_ms=1000)
     await clock.advance(ms=999)

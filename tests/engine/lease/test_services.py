@@ -4,8 +4,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import UUID, uuid4
 
-import asyncpg
-
 from engine.cases import Cases, in_turn
 from engine.state import (
     ACTIVE,
@@ -299,14 +297,14 @@ async def test_an_operator_needs_no_fence_but_a_given_fence_must_match(
 
 @each_ending
 async def test_an_operator_cannot_end_an_inactive_revoked_or_expired_run(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock, operation: str
+    engine: Engine, given: Given, rows: Rows, clock: Clock, operation: str
 ) -> None:
     waiting = await given.created(lane_id="elsewhere")
     ended = await given.completed()
     revoked, expired = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     parked = await given.claimed()
     await engine.delay(parked, await clock.now() + 60_000)
-    await revoke(connection, revoked.execution_id)
+    await revoke(engine, revoked.execution_id)
     now = await clock.advance(seconds=1)
 
     def call(execution_id: str) -> Awaitable[object]:
@@ -381,10 +379,10 @@ async def test_the_epoch_is_checked_before_the_phase_and_the_phase_before_the_id
 
 @each_service
 async def test_revocation_is_checked_before_expiry_and_expiry_before_the_ids(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock, operation: str
+    engine: Engine, given: Given, rows: Rows, clock: Clock, operation: str
 ) -> None:
     revoked, expired = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
-    await revoke(connection, revoked.execution_id)
+    await revoke(engine, revoked.execution_id)
     now = await clock.advance(seconds=1)
     async with rows.unchanged():
         for changes in ({}, {"lease_id": uuid4()}, {"attempt_index": 5}):

@@ -233,10 +233,10 @@ async def test_an_attempt_with_a_retry_left_is_retried_after_its_timeout(
 
 
 async def test_an_attempt_times_out_with_an_expired_or_revoked_lease(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     unmarked, marked, revoked = [await given.claimed(policy=TIMEOUT_POLICY, lease_ttl_ms=1000) for _ in range(3)]
-    await revoke(connection, revoked.execution_id)
+    await revoke(engine, revoked.execution_id)
     await clock.advance(seconds=10)
     await engine.mark_lease_expired_if_due(marked.execution_id)
     for handle in (unmarked, marked, revoked):
@@ -249,7 +249,11 @@ async def test_an_attempt_times_out_with_an_expired_or_revoked_lease(
         "expired",
         "ended expired:attempt_timeout>expired",
     ]
-    assert await event_texts(rows, revoked.execution_id) == ["acquired", "ended expired:attempt_timeout>expired"]
+    assert await event_texts(rows, revoked.execution_id) == [
+        "acquired",
+        "revoked test",
+        "ended expired:attempt_timeout>expired",
+    ]
 
 
 async def test_a_deadline_ends_an_execution_in_any_phase(
@@ -324,7 +328,7 @@ async def test_a_retry_after_a_timeout_sets_the_next_timer_of_this_process(
 
 
 async def test_mark_lease_expired_returns_why_nothing_was_marked(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     waiting = await given.created(lane_id="elsewhere")
     ended = await given.completed()
@@ -334,7 +338,7 @@ async def test_mark_lease_expired_returns_why_nothing_was_marked(
     delayed = await given.claimed()
     await engine.delay(delayed, await clock.now() + 60_000)
     expired, revoked = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
-    await revoke(connection, revoked.execution_id)
+    await revoke(engine, revoked.execution_id)
     await clock.advance(seconds=1)
     assert await engine.mark_lease_expired_if_due(expired.execution_id) == Marked()
     running = await given.claimed(lane_id="apart", lease_ttl_ms=1000)

@@ -27,12 +27,10 @@ do $$ declare c record; begin
 """Drops the constraints that would reject a corrupt row."""
 
 
-async def test_no_operation_leaves_an_inconsistency(
-    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
-) -> None:
+async def test_no_operation_leaves_an_inconsistency(engine: Engine, given: Given, clock: Clock) -> None:
     await given.reclaimable(lane_id="lost")
     revoked = await given.claimed(lane_id="revoked")
-    await revoke(connection, revoked.execution_id)
+    await revoke(engine, revoked.execution_id)
     await given.expired_lease(lane_id="expired")
     await given.claimed(lane_id="claimed", tags={"a.b": "1", "ff.instance_id": "x"})
     await given.completed(lane_id="completed")

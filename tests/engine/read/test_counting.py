@@ -118,13 +118,11 @@ async def test_every_transition_is_counted(
     await are()
 
 
-async def test_a_revoked_lease_is_counted_as_active(
-    engine: Engine, given: Given, connection: asyncpg.Connection
-) -> None:
+async def test_a_revoked_lease_is_counted_as_active(engine: Engine, given: Given) -> None:
     # No operation revokes a lease yet.
     handle = await given.claimed()
     await given.created()
-    await revoke(connection, handle.execution_id)
+    await revoke(engine, handle.execution_id)
     assert await counted(engine) == {"active": 1, "waiting": 1}
     assert await counted(engine, public_state="waiting") == {"waiting": 1}
 

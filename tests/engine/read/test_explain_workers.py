@@ -160,12 +160,10 @@ async def test_one_worker_that_offers_all_is_enough(explain: Explain, given: Giv
     assert (await explain(execution_id)).reasons == (queued(1),)
 
 
-async def test_a_revoked_lease_that_no_worker_can_reclaim_lacks_a_worker(
-    explain: Explain, given: Given, connection: asyncpg.Connection
-) -> None:
+async def test_a_revoked_lease_that_no_worker_can_reclaim_lacks_a_worker(explain: Explain, given: Given) -> None:
     handle = await given.claimed(**requiring("gpu"), capabilities=["gpu"])
     await given.registered()
-    await revoke(connection, handle.execution_id)
+    await revoke(given.engine, handle.execution_id)
     lost, *others = (await explain(handle.execution_id)).reasons
     assert isinstance(lost, LeaseLostReason)
     assert others == [queued(), NoCapableWorkerReason(missing=("gpu",), workers_seen=1)]

@@ -239,7 +239,7 @@ async def test_only_the_worker_of_an_active_execution_may_append(
 
 @pytest.mark.parametrize("has_stream", [True, False])
 async def test_a_worker_that_lost_its_lease_cannot_append(
-    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection, *, has_stream: bool
+    engine: Engine, given: Given, rows: Rows, clock: Clock, *, has_stream: bool
 ) -> None:
     lost = await given.claimed(lease_ttl_ms=1_000, lane_id="lost")
     revoked = await given.claimed(lease_ttl_ms=1_000_000, lane_id="revoked")
@@ -256,7 +256,7 @@ async def test_a_worker_that_lost_its_lease_cannot_append(
     assert reclaimed.attempt_index == 1
     await refused_unwritten(rows, append(engine, lost), "stale_owner_cannot_append", "not the current one")
     await append(engine, reclaimed.handle)
-    await revoke(connection, revoked.execution_id)
+    await revoke(engine, revoked.execution_id)
     await refused_unwritten(rows, append(engine, revoked), "stale_owner_cannot_append", "lost")
 
 

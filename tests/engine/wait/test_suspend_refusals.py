@@ -255,13 +255,12 @@ async def test_a_revoked_lease_is_reported_before_its_expiry(
     given: Given,
     rows: Rows,
     clock: Clock,
-    connection: asyncpg.Connection,
     subtests: pytest.Subtests,
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
-            handle = await given.claimed()
-            await revoke(connection, handle.execution_id)
+            handle = await given.claimed(lane_id=form)
+            await revoke(engine, handle.execution_id)
             await clock.advance(seconds=3600)
             stranger = msgspec.structs.replace(handle, lease_id=LeaseId(uuid4()))
             async with rows.unchanged():

@@ -118,7 +118,7 @@ async def test_a_waitpoint_needs_a_valid_lease(
     await refuse(replace(handle, lease_epoch=7), "lease_conflict")
     await refuse(handle, "execution_not_active")
     revoked = await given.claimed()
-    await revoke(connection, revoked.execution_id)
+    await revoke(engine, revoked.execution_id)
     await refuse(revoked, "lease_revoked")
 
 

@@ -39,7 +39,7 @@ class CancelBacklog:
         self._store = store
         self._cancel_many = cancel_many
 
-    async def ack_cancel_member(self, *, flow_id: UUID | str, execution_id: ExecutionId | str) -> None:
+    async def ack_cancel_member(self, flow_id: UUID | str, execution_id: ExecutionId | str) -> None:
         """Record that a cancelled flow owes a member no longer; acknowledging it again changes nothing."""
         partition, parsed = check_flow_id(self._store, flow_id)
         await self._ack(partition, parsed, [parse_execution_id(execution_id)])

@@ -79,8 +79,8 @@ class FlowCancel:
 
     async def cancel_flow_header(
         self,
-        *,
         flow_id: UUID | str,
+        *,
         reason: str,
         cancellation_policy: CancellationPolicy | str,
         grace_ms: int | None = None,
@@ -101,8 +101,8 @@ class FlowCancel:
 
     async def cancel_flow(
         self,
-        *,
         flow_id: UUID | str,
+        *,
         reason: str,
         cancellation_policy: CancellationPolicy | str,
         wait: CancelWait = NO_WAIT,

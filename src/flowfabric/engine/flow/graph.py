@@ -14,6 +14,7 @@ from flowfabric.engine.flow.snapshot import edge_snapshot
 from flowfabric.engine.flow.state import MemberChange, change_members
 from flowfabric.engine.store import Store
 from flowfabric.model.edge import (
+    MAX_REF_CHARACTERS,
     SUCCESS_ONLY,
     AlreadyApplied,
     AlreadySet,
@@ -37,7 +38,6 @@ from flowfabric.model.text import check_length, check_range, check_short, check_
 SQL = statements_beside(__file__)
 
 MAX_REVISION = 2**63 - 1
-MAX_REF_CHARACTERS = 1024
 _UNHAPPY = frozenset({TerminalOutcome.FAILED, TerminalOutcome.CANCELLED, TerminalOutcome.EXPIRED})
 
 
@@ -56,7 +56,7 @@ class Graph:
         kind, namespace = check_text(flow_kind, "flow_kind"), check_text(namespace, "namespace")
         if not await self._exists(partition, parsed):
             rows = await self._store.fetch(
-                SQL.insert_flow,
+                SQL.insert_empty_flow,
                 partition_key=partition,
                 flow_id=parsed,
                 namespace_no=await self._store.namespace_no(namespace),
@@ -282,7 +282,8 @@ def _check_partition(
 
 
 def _check_ref(ref: object) -> str | None:
-    return None if ref is None else check_length(ref, "data_passing_ref", MAX_REF_CHARACTERS)
+    """The reference to store: none if it is empty."""
+    return None if ref is None else check_length(ref, "data_passing_ref", MAX_REF_CHARACTERS) or None
 
 
 def _check_child(row: Record, flow: FlowId, downstream: ExecutionId) -> None:

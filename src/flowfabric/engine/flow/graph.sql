@@ -2,7 +2,7 @@
 -- Whether a flow exists; confirmed by a synchronous standby, as it may be the answer of a repeated call.
 select exists (select from flow where partition_key = :partition_key and flow_id = :flow_id) and ff_confirm() as is_present;
 
--- name: insert_flow
+-- name: insert_empty_flow
 -- Creates an empty flow; no row if there is one with its id.
 insert into flow (partition_key, flow_id, namespace_no, flow_kind, created_at, last_mutation_at)
 select :partition_key, :flow_id, :namespace_no, :flow_kind, c.now, c.now from (select ff_now() as now) c
@@ -36,7 +36,8 @@ with recursive reachable as (
   select :downstream_id::uuid as execution_id
    where exists (
          select from edge e
-          where e.downstream_id = :upstream_id and e.partition_key = any(array[:partition_key::smallint]) and e.flow_id = any(array[:flow_id::uuid]))
+          where e.downstream_id = :upstream_id and e.partition_key = any(array[:partition_key::smallint])
+            and e.flow_id = any(array[:flow_id::uuid]))
   union
   select e.downstream_id
     from reachable r
@@ -47,7 +48,8 @@ with recursive reachable as (
 ),
 member as materialized (
   select e.execution_id from execution e
-   where e.partition_key = :partition_key and e.execution_id = any(array[:upstream_id::uuid, :downstream_id]) and e.flow_id = any(array[:flow_id])
+   where e.partition_key = :partition_key and e.execution_id = any(array[:upstream_id::uuid, :downstream_id])
+     and e.flow_id is not distinct from :flow_id
 )
 select exists (select from member where execution_id = :upstream_id) as has_upstream,
        exists (select from member where execution_id = :downstream_id) as has_downstream,

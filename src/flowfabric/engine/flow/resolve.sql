@@ -69,8 +69,8 @@ child as materialized (
          -- The last success copies its result, under any_of and quorum only the one that is decisive.
          select h.upstream_id as source_id
            from (select h.*, row_number() over (order by h.nth) as success_no from hop h
-                  where h.partition_key = j.partition_key and h.flow_id = j.flow_id and h.downstream_id = j.downstream_id
-                    and h.outcome = 1) h
+                  where :has_data::boolean and h.partition_key = j.partition_key and h.flow_id = j.flow_id
+                    and h.downstream_id = j.downstream_id and h.outcome = 1) h
           cross join lateral (
                 select u.result_payload is not null or exists (
                          select from execution_result r
@@ -79,7 +79,7 @@ child as materialized (
           where h.data_passing_ref is not null and u.has_result
             and (j.policy = 'all_of' or h.success_no = j.needed - (j.succeeded_count - j.succeeded))
           order by h.nth desc limit 1) s
-      on :has_data::boolean and j.group_state = 'pending' and j.to_state <> 'impossible' and (j.policy = 'all_of' or j.has_fired)
+      on j.group_state = 'pending' and j.to_state <> 'impossible' and (j.policy = 'all_of' or j.has_fired)
    where e.terminal_outcome = 'none' and (j.has_fired or s.source_id is not null)
 ),
 promotable as materialized (
@@ -249,7 +249,7 @@ set_entries as (
      set execution_ids = l.execution_ids,
          after_edge_id = case when l.rank = t.rank then
            case when exists (select from located o where o.rank = l.rank and o.is_taken) then t.last_edge_id else m.after_edge_id end end,
-         has_left_edges = l.rank = t.rank and (coalesce(m.is_left, false) or m.has_left_edges)
+         has_left_edges = coalesce(l.rank = t.rank, false) and (coalesce(m.is_left, false) or m.has_left_edges)
     from left_entry l
    cross join cut t
     join left_member m on m.rank = l.rank

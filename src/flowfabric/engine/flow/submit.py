@@ -46,19 +46,28 @@ _MEMBER_COLUMNS = (
     "tags",
     "inbound_counts",
 )
-_SHAPE_COLUMNS = {
-    "queue_nos": "queue_no",
-    "route_nos": "route_no",
-    "lane_nos": "lane_no",
-    "creator_identities": "creator_identity",
-    "payload_encodings": "payload_encoding",
-    "policies": "policy",
-    "deadlines_ms": "deadline_ms",
-    "retentions_ms": "retention_ms",
-}
-_of_shape = itemgetter(*_SHAPE_COLUMNS.values())
+_SHAPE_COLUMNS = (
+    "queue_nos",
+    "route_nos",
+    "lane_nos",
+    "creator_identities",
+    "payload_encodings",
+    "policies",
+    "deadlines_ms",
+    "retentions_ms",
+)
+_of_shape = itemgetter(
+    "queue_no",
+    "route_no",
+    "lane_no",
+    "creator_identity",
+    "payload_encoding",
+    "policy",
+    "deadline_ms",
+    "retention_ms",
+)
 _EDGE_COLUMNS = ("edge_ids", "upstream_ids", "downstream_ids", "dependency_kinds", "data_passing_refs")
-_GROUP_COLUMNS = ("downstream_ids", "policies", "ks", "effects", "inbound_counts")
+_GROUP_COLUMNS = ("execution_ids", "policies", "ks", "effects", "inbound_counts")
 
 
 class SubmitFlow:
@@ -130,7 +139,7 @@ class SubmitFlow:
 
         async def insert(transaction: Transaction) -> bool | None:
             """Whether this call has created the flow, perhaps in an earlier try; None if it is not known."""
-            ((is_new, lane_no, lane_state),) = await transaction.fetch(SQL.insert_flow, **flow)
+            ((is_new, lane_no, lane_state),) = await transaction.fetch(SQL.insert_submitted_flow, **flow)
             if not is_new:
                 rows = await transaction.fetch(
                     SQL.read_submitted_flow,
@@ -223,7 +232,7 @@ class SubmitFlow:
         ]
         return {
             **short_columns(_MEMBER_COLUMNS, own),
-            **short_columns(tuple(_SHAPE_COLUMNS), [_of_shape(member.shape.columns) for member in members]),
+            **short_columns(_SHAPE_COLUMNS, [_of_shape(member.shape.columns) for member in members]),
             "inline_payload_bytes": INLINE_PAYLOAD_BYTES,
             "has_large_inputs": any_large(member.payload for member in members),
         }

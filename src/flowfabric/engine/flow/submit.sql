@@ -1,12 +1,13 @@
 -- name: read_submitted_flow
 -- Whether a flow was created by the submission that minted this execution; no row if the flow does not exist.
+-- The execution is found by its key, not by its flow.
 select ff_confirm() as is_confirmed,
-       exists (select from execution e
-                where e.partition_key = :partition_key::smallint and e.execution_id = :first_id::uuid and e.flow_id = f.flow_id) as is_ours
+       coalesce((select e.flow_id from execution e where e.partition_key = :partition_key::smallint and e.execution_id = :first_id::uuid)
+                = f.flow_id, false) as is_ours
   from flow f
  where f.partition_key = :partition_key and f.flow_id = :flow_id;
 
--- name: insert_flow
+-- name: insert_submitted_flow
 -- Creates a flow and its tags, unless the flow exists or a lane refuses submissions; returns which of them it is.
 -- Waits at most :lock_timeout for another transaction that is creating the flow.
 with clock as materialized (select ff_now() as now, set_config('lock_timeout', :lock_timeout, true)),
@@ -145,6 +146,6 @@ select :partition_key::smallint, :flow_id::uuid, i.downstream_id, coalesce(i.pol
        case cardinality(:ks) when 1 then (:ks)[1] else i.k end,
        case cardinality(:effects) when 1 then (:effects)[1] else i.effect end, coalesce(i.inbound, (:inbound_counts)[1]),
        coalesce(i.inbound, (:inbound_counts)[1]), c.now, c.now, :graph_revision::bigint
-  from unnest(:downstream_ids::uuid[], :policies::text[], :ks::int[], :effects::text[], :inbound_counts::int[])
+  from unnest(:execution_ids::uuid[], :policies::text[], :ks::int[], :effects::text[], :inbound_counts::int[])
        as i(downstream_id, policy, k, effect, inbound)
  cross join clock c;

@@ -51,11 +51,6 @@ class Delays:
         end = LeaseEnd(handle.execution_id, Move.DELAYED, fence=handle, delay_until=delay_until, delay_ms=delay_ms)
         await self._release(end)
 
-    async def wait_children(self, handle: Handle) -> None:
-        """Release a run until its children have ended; the next claim after that continues its attempt."""
-        handle = check_lease_handle(handle)
-        await self._release(LeaseEnd(handle.execution_id, _waiting_move(), fence=handle))
-
     async def hand_back(self, handle: Handle, *, was_started: bool = True) -> None:
         """Give up the lease of a run that cannot continue here; any worker may claim the same attempt at once.
 
@@ -146,8 +141,3 @@ def _named(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
         "skipped": [],
         "limit": len(pairs),
     }
-
-
-def _waiting_move() -> Move:
-    """The move of wait_children: only members of flows have children, and there are no flows yet."""
-    return Move.CHILDREN_DONE

@@ -10,9 +10,11 @@ from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import literal, required, vector
 from flowfabric.engine.store import Store
+from flowfabric.model.edge import DependencyState, edge_policy_of
 from flowfabric.model.errors import error
 from flowfabric.model.explanation import (
     MAX_AHEAD,
+    MAX_EDGES,
     BudgetReason,
     DelayedReason,
     DependenciesReason,
@@ -30,9 +32,11 @@ from flowfabric.model.explanation import (
     Reason,
     RunningReason,
     SignalsReason,
+    UnmetEdge,
     summarise,
 )
 from flowfabric.model.ids import (
+    EdgeId,
     ExecutionId,
     LaneId,
     Namespace,
@@ -40,6 +44,7 @@ from flowfabric.model.ids import (
     WaitpointId,
     WorkerId,
     WorkerInstanceId,
+    format_execution_id,
     parse_execution_id,
     row_key,
 )
@@ -51,6 +56,7 @@ from flowfabric.model.states import (
     LaneState,
     LifecyclePhase,
     OwnershipState,
+    PublicState,
     StateVector,
 )
 
@@ -61,6 +67,7 @@ _PAUSED = frozenset(
 )
 _HELD = frozenset({EligibilityState.BLOCKED_BY_OPERATOR, EligibilityState.BLOCKED_BY_LANE_STATE})
 
+_read_edges = msgspec.json.Decoder(list[tuple[UUID, UUID, str, str | None]]).decode
 _read_waitpoints = msgspec.json.Decoder(list[tuple[UUID, str, tuple[str, ...]]]).decode
 
 
@@ -74,7 +81,9 @@ class Explain:
         """Explain the state of an execution: every reason that holds it, and a one-sentence summary."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
-        rows = await self._store.fetch(SQL.read_reasons, partition_key=partition, execution_id=uuid, most=MAX_AHEAD)
+        rows = await self._store.fetch(
+            SQL.read_reasons, partition_key=partition, execution_id=uuid, most=MAX_AHEAD, edges=MAX_EDGES
+        )
         if not rows:
             raise error("execution_not_found")
         row = rows[0]
@@ -105,7 +114,7 @@ def _reasons(row: Record, state: StateVector, context: str) -> Iterator[Reason]:
         yield HeldReason(blocking_reason=state.blocking_reason, detail=row["blocking_detail"])
     match state.eligibility_state:
         case EligibilityState.BLOCKED_BY_DEPENDENCIES:
-            yield DependenciesReason(detail=row["blocking_detail"])
+            yield _dependencies(row, context)
         case EligibilityState.BLOCKED_BY_BUDGET:
             yield BudgetReason(detail=row["blocking_detail"])
         case EligibilityState.BLOCKED_BY_QUOTA:
@@ -177,6 +186,28 @@ def _signals(row: Record) -> SignalsReason:
             for waitpoint_id, key, names in found
         ),
         timeout_at=row["timeout_at"],
+    )
+
+
+def _dependencies(row: Record, context: str) -> DependenciesReason:
+    if row["group_policy"] is None:
+        return DependenciesReason(detail=row["blocking_detail"])
+    found = _read_edges(row["unmet_edges"]) if row["unmet_edges"] else []
+    return DependenciesReason(
+        detail=row["blocking_detail"],
+        policy=edge_policy_of(row["group_policy"], row["group_k"], row["group_on_satisfied"]),
+        edges=tuple(
+            UnmetEdge(
+                edge_id=EdgeId(edge_id),
+                upstream_execution_id=format_execution_id(row["partition_key"], upstream_id),
+                public_state=None
+                if public_state is None
+                else literal(PublicState, public_state, context=context, field="public_state"),
+                is_applied=state != DependencyState.STAGED,
+            )
+            for edge_id, upstream_id, state, public_state in found
+        ),
+        unmet_count=row["unmet_count"],
     )
 
 

@@ -1,13 +1,25 @@
-"""Checks of the filters of lists and counts: each accepts one value, several, or None for any."""
+"""Checks of the filters of lists and counts, and cursors of lists.
 
+A filter accepts one value, several, or None for any.
+"""
+
+import base64
+import binascii
 from collections.abc import Iterable, Sequence
-from typing import TypedDict
+from datetime import datetime
+from typing import TypedDict, TypeVar
 from uuid import UUID
+
+import msgspec
 
 from flowfabric.model.errors import error
 from flowfabric.model.ids import LaneId, check_lane_id
 from flowfabric.model.states import PublicState
-from flowfabric.model.text import check_items, check_text, shown, word_of
+from flowfabric.model.tag import check_tag_key
+from flowfabric.model.text import check_items, check_range, check_text, shown, word_of
+
+MAX_TIME = 2**63 - 1
+Position = TypeVar("Position", bound=msgspec.Struct)
 
 
 class ExecutionFilters(TypedDict, total=False):
@@ -49,3 +61,43 @@ def _check_state(value: object) -> PublicState:
     if (state := word_of(PublicState, value)) is None:
         raise error("invalid_input", f"public_state: expected one of {', '.join(PublicState)}, got {shown(value)}")
     return state
+
+
+def check_tag(tag: object) -> tuple[str, str]:
+    """The checked key and value of a tag filter."""
+    if isinstance(tag, str) or not isinstance(tag, Sequence) or len(tag) != 2:
+        raise error(
+            "invalid_input", f"tag: expected a key and a value, e.g. ('app.customer', 'acme'), got {shown(tag)}"
+        )
+    key, value = tag
+    return check_tag_key(key), check_text(value, "tag")
+
+
+def time_range(field: str, after: int | None, before: int | None) -> tuple[int, int]:
+    """The first and the last millisecond from after (inclusive) to before (exclusive)."""
+    for name, time in (("after", after), ("before", before)):
+        if isinstance(time, datetime):
+            raise error(
+                "invalid_input",
+                f"{field}_{name}: expected milliseconds since the epoch, got {shown(time)}; write "
+                f"int(t.timestamp() * 1000), here {int(time.timestamp() * 1000)}",
+            )
+        if time is not None:
+            check_range(time, f"{field}_{name}", -MAX_TIME, MAX_TIME)
+    return -MAX_TIME if after is None else after, MAX_TIME if before is None else before - 1
+
+
+def encode_position(position: msgspec.Struct) -> str:
+    """The cursor of a position in a list."""
+    return base64.urlsafe_b64encode(msgspec.json.encode(position)).decode().rstrip("=")
+
+
+def decode_position(cursor: object, kind: type[Position]) -> Position | None:
+    """The position of a cursor, or None if it is not one."""
+    if not isinstance(cursor, str):
+        return None
+    try:
+        text = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
+        return msgspec.json.decode(text, type=kind)
+    except (ValueError, binascii.Error, msgspec.MsgspecError):
+        return None

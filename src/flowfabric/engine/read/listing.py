@@ -5,11 +5,8 @@ match. A collection reads candidates from small tables, such as the timers, and 
 tried in turn with budgets that grow fourfold, so a page costs a small multiple of the cheaper way.
 """
 
-import base64
-import binascii
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from enum import StrEnum
 from uuid import UUID
 
@@ -18,7 +15,16 @@ import msgspec
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import corruption, literal, required
-from flowfabric.engine.read.filters import check_lanes, check_states, check_texts
+from flowfabric.engine.read.filters import (
+    MAX_TIME,
+    check_lanes,
+    check_states,
+    check_tag,
+    check_texts,
+    decode_position,
+    encode_position,
+    time_range,
+)
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import ExecutionPage, ExecutionSummary
@@ -32,13 +38,11 @@ from flowfabric.model.ids import (
     parse_uuid,
 )
 from flowfabric.model.states import ENDED_STATES, PublicState
-from flowfabric.model.tag import check_tag_key
-from flowfabric.model.text import check_limit, check_range, check_text, shown, word_of
+from flowfabric.model.text import check_limit, shown, word_of
 
 SQL = statements_beside(__file__)
 
 MAX_LIMIT = 1000
-MAX_TIME = 2**63 - 1
 FIRST_SCAN, LONGEST_SCAN = 1_000, 16_000
 """Executions that the first statement of a scan reads, and the most that any statement reads."""
 FIRST_CAP = 2_000
@@ -195,8 +199,8 @@ class Listing:
     ) -> ExecutionPage:
         """A page of the executions that match every filter, in creation order."""
         limit = check_limit(limit, MAX_LIMIT)
-        created_from, created_to = _time_range("created", created_after, created_before)
-        completed_from, completed_to = _time_range("completed", completed_after, completed_before)
+        created_from, created_to = time_range("created", created_after, created_before)
+        completed_from, completed_to = time_range("completed", completed_after, completed_before)
         wants_ended = completed_after is not None or completed_before is not None
         states = check_states(public_state)
         if wants_ended:
@@ -207,7 +211,7 @@ class Listing:
             lanes=check_lanes(lane_id),
             states=states,
             kinds=check_texts(execution_kind, "execution_kind"),
-            tag=None if tag is None else _check_tag(tag),
+            tag=None if tag is None else check_tag(tag),
             flow_id=None if flow_id is None else FlowId(parse_uuid(flow_id, "flow_id")),
             created_from=created_from,
             created_to=created_to,
@@ -381,53 +385,29 @@ def _check_order(value: object) -> ListOrder:
     return order
 
 
-def _check_tag(tag: object) -> tuple[str, str]:
-    if isinstance(tag, str) or not isinstance(tag, Sequence) or len(tag) != 2:
-        raise error(
-            "invalid_input", f"tag: expected a key and a value, e.g. ('app.customer', 'acme'), got {shown(tag)}"
-        )
-    key, value = tag
-    return check_tag_key(key), check_text(value, "tag")
-
-
-def _time_range(field: str, after: int | None, before: int | None) -> tuple[int, int]:
-    """The first and the last millisecond from after (inclusive) to before (exclusive)."""
-    for name, time in (("after", after), ("before", before)):
-        if isinstance(time, datetime):
-            raise error(
-                "invalid_input",
-                f"{field}_{name}: expected milliseconds since the epoch, got {shown(time)}; write "
-                f"int(t.timestamp() * 1000), here {int(time.timestamp() * 1000)}",
-            )
-        if time is not None:
-            check_range(time, f"{field}_{name}", -MAX_TIME, MAX_TIME)
-    return -MAX_TIME if after is None else after, MAX_TIME if before is None else before - 1
-
-
 def _write_cursor(order: ListOrder, last: ExecutionSummary) -> str:
-    text = msgspec.json.encode(_Cursor(order, last.created_at, last.execution_id))
-    return base64.urlsafe_b64encode(text).decode().rstrip("=")
+    return encode_position(_Cursor(order, last.created_at, last.execution_id))
 
 
 def _read_cursor(cursor: object, order: ListOrder) -> _Cursor:
-    try:
-        if not isinstance(cursor, str):
-            raise ValueError
-        found = msgspec.json.decode(
-            base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True), type=_Cursor
-        )
-        if parse_execution_id(found.execution_id) != found.execution_id or abs(found.created_at) > MAX_TIME:
-            raise ValueError
-    except (ValueError, binascii.Error, msgspec.MsgspecError, EngineError):
+    found = decode_position(cursor, _Cursor)
+    if found is None or not _is_id(found.execution_id) or abs(found.created_at) > MAX_TIME:
         raise error(
             "invalid_input", f"cursor: expected the next_cursor of an earlier list_executions page, got {shown(cursor)}"
-        ) from None
+        )
     if found.order is not order:
         raise error(
             "invalid_input",
             f"cursor: belongs to a list with order {found.order}, got order {order}; keep the order from page to page",
         )
     return found
+
+
+def _is_id(text: str) -> bool:
+    try:
+        return parse_execution_id(text) == text
+    except EngineError:
+        return False
 
 
 def _summary(row: Record) -> ExecutionSummary:

@@ -1,0 +1,52 @@
+"""Flows to submit: nodes and edges with defaults."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.flow import FlowEdge, FlowNode, FlowSubmitted
+
+
+def node(name: str, **overrides: Any) -> FlowNode:
+    """A node; fields that are not given have defaults."""
+    defaults: dict[str, Any] = {
+        "lane_id": "default",
+        "execution_kind": "job",
+        "input_payload": b'{"a": 1}',
+        "creator_identity": "test",
+    }
+    return FlowNode(**{"name": name, **defaults, **overrides})
+
+
+def nodes(names: str) -> list[FlowNode]:
+    """Nodes with these names, separated by spaces."""
+    return [node(name) for name in names.split()]
+
+
+def edges(pairs: str) -> list[FlowEdge]:
+    """Edges written as `a>b b>c`."""
+    found = [pair.split(">") for pair in pairs.split()]
+    return [FlowEdge(upstream=upstream, downstream=downstream) for upstream, downstream in found]
+
+
+def flow(names: str | Sequence[Any] = "", pairs: str | Sequence[Any] = "", **overrides: Any) -> dict[str, Any]:
+    """The arguments of submit_flow."""
+    return {
+        "flow_kind": "dag",
+        "namespace": "tests",
+        "nodes": nodes(names) if isinstance(names, str) else names,
+        "edges": edges(pairs) if isinstance(pairs, str) else pairs,
+        **overrides,
+    }
+
+
+async def submitted(engine: Engine, *args: Any, **overrides: Any) -> FlowSubmitted:
+    """Submit a new flow."""
+    answer = await engine.submit_flow(**flow(*args, **overrides))
+    assert isinstance(answer, FlowSubmitted)
+    return answer
+
+
+def names_of(answer: FlowSubmitted) -> Mapping[str, str]:
+    """The names of the nodes by the ids of their executions."""
+    return {execution_id: name for name, execution_id in answer.execution_ids.items()}

@@ -1,0 +1,213 @@
+"""Cancelling a flow with its members: what each wait returns, and what becomes of the members."""
+
+import asyncio
+import time
+
+import asyncpg
+import pytest
+
+from engine.state import ACTIVE, CANCELLED, refused, vector
+from engine.waits import suspend_args
+from fixtures import Eventually, Given, Rows, uuid_of
+from flowfabric import Context, Worker
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.flow import cancel
+from flowfabric.engine.parts import parts_of
+from flowfabric.model.event import CompletionOutcome
+from flowfabric.model.flow import (
+    CancellationPolicy,
+    CancellationScheduled,
+    FlowCancelled,
+    NoWait,
+    WaitIndefinite,
+    WaitTimeout,
+)
+
+from .conftest import NewFlow
+from .flows import (
+    LOCK_SUSPENSION,
+    drained,
+    is_settled,
+    nothing_owed,
+    submitted_flow,
+    suspended_among,
+)
+
+pytestmark = pytest.mark.usefixtures("consistent_rows")
+
+ALL = CancellationPolicy.CANCEL_ALL
+WAITS = (NoWait(), WaitTimeout(60_000), WaitIndefinite())
+
+
+async def test_cancel_all_ends_every_member_as_a_cancel_of_its_own_would(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine, eventually: Eventually
+) -> None:
+    for wait in WAITS:
+        flow = await flows()
+        waiting = await flow.member()
+        handle = await flow.member(given.claimed, lane_id="active")
+        suspended = await flow.member(given.claimed, lane_id="active")
+        await engine.suspend(suspended, suspend_args())
+        completed = await flow.member(given.completed, lane_id="active")
+        members = sorted([waiting, handle.execution_id, suspended.execution_id, completed])
+        answer = await flow.cancel(wait=wait)
+        if isinstance(wait, NoWait):
+            assert answer == CancellationScheduled(
+                cancellation_policy=ALL, member_count=3, member_execution_ids=members
+            )
+            await drained(engine)
+        else:
+            assert answer == FlowCancelled(cancellation_policy=ALL, member_execution_ids=members)
+        states = await flow.states(rows)
+        assert states.pop(completed) == "completed"
+        assert set(states.values()) == {"cancelled"}
+        await nothing_owed(rows)
+        row = await rows.execution(handle.execution_id)
+        assert vector(row) == CANCELLED
+        assert (row["cancellation_reason"], row["cancelled_by"]) == ("not wanted", "operator_override")
+        events = [(event["kind"], event["reason"], event["outcome"]) for event in await rows.events(waiting)]
+        assert events == [("ended", "cancelled", CompletionOutcome.CANCELLED)]
+        (released,) = [event for event in await rows.events(handle.execution_id) if event["kind"] == "released"]
+        assert (released["reason"], released["outcome"]) == ("cancelled", CompletionOutcome.CANCELLED)
+        (waitpoint,) = await rows.of("waitpoint", execution_id=uuid_of(suspended.execution_id))
+        assert waitpoint["state"] == "closed"
+        await refused(engine.renew(handle), "execution_not_active")
+        await refused(engine.complete(handle, b"late"), "execution_not_active")
+        await eventually(lambda flow=flow: is_settled(rows, flow))
+
+
+async def test_cancel_pending_lets_active_and_suspended_members_end_by_themselves(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine
+) -> None:
+    flow = await flows()
+    pending = [await flow.member(), await flow.member(given.delayed), await flow.member()]
+    handle = await flow.member(given.claimed, lane_id="other")
+    waiting = await flow.member(given.claimed, lane_id="other")
+    await engine.suspend(waiting, suspend_args())
+    answer = await flow.cancel("cancel_pending", wait=WaitIndefinite())
+    assert isinstance(answer, FlowCancelled)
+    assert vector(await rows.execution(handle.execution_id)) == ACTIVE
+    await engine.complete(handle, b"done")
+    assert await flow.states(rows) == {
+        **dict.fromkeys(pending, "cancelled"),
+        handle.execution_id: "completed",
+        waiting.execution_id: "suspended",
+    }
+    await nothing_owed(rows)
+
+
+async def test_a_flow_that_owes_nothing_is_cancelled_at_once(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine
+) -> None:
+    for wait in WAITS:
+        empty, ended, kept = await flows(), await flows(), await flows()
+        await ended.member(given.completed, lane_id="active")
+        await kept.members(2)
+        for flow, policy in ((empty, "cancel_all"), (ended, "cancel_all"), (kept, "flow_only")):
+            answer = await flow.cancel(policy, wait=wait)
+            assert answer == FlowCancelled(
+                cancellation_policy=CancellationPolicy(policy), member_execution_ids=sorted(await flow.states(rows))
+            )
+            # Again, by another policy: what is stored counts.
+            async with rows.unchanged():
+                assert await flow.cancel("cancel_pending", wait=wait) == answer
+        assert set((await kept.states(rows)).values()) == {"waiting"}
+    await nothing_owed(rows)
+
+
+async def test_a_repeated_cancel_returns_at_most_a_thousand_members(
+    flows: NewFlow, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cancel, "REPLAYED_MEMBERS", 2)
+    flow = await flows()
+    members = await flow.members(3)
+    assert (await flow.cancel(wait=WaitIndefinite())).member_execution_ids == members
+    assert (await flow.cancel()).member_execution_ids == members[:2]
+    assert (await flow.cancel_header()).member_execution_ids == members
+
+
+async def test_a_wait_that_expires_leaves_the_cancel_in_effect(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine, connection: asyncpg.Connection
+) -> None:
+    flow = await flows()
+    locked, members = await suspended_among(flow, given, 2)
+    async with connection.transaction():
+        await connection.execute(LOCK_SUSPENSION, uuid_of(locked))
+        timeout = await refused(flow.cancel(wait=WaitTimeout(100)), "timeout")
+        assert timeout.detail == {"op": "cancel_flow", "elapsed_ms": 100}
+        # A repeated call waits for the members too, and a short one reads once.
+        for ms in (0, 50):
+            timeout = await refused(flow.cancel(wait=WaitTimeout(ms)), "timeout")
+            assert timeout.detail == {"op": "cancel_flow", "elapsed_ms": ms}
+    assert await flow.cancel(wait=WaitIndefinite()) == FlowCancelled(
+        cancellation_policy=ALL, member_execution_ids=members
+    )
+    assert set((await flow.states(rows)).values()) == {"cancelled"}
+    await drained(engine)
+    await nothing_owed(rows)
+
+
+async def test_a_repeated_call_waits_only_for_what_the_stored_policy_covers(
+    flows: NewFlow, given: Given, engine: Engine
+) -> None:
+    flow = await flows()
+    await flow.members(2)
+    await flow.member(given.claimed, lane_id="other")
+    await flow.cancel("cancel_pending", wait=WaitIndefinite())
+    answer = await flow.cancel("cancel_all", wait=WaitTimeout(0))
+    assert answer.cancellation_policy is CancellationPolicy.CANCEL_PENDING
+    await refused(flow.cancel(wait=WaitTimeout(300_001)), "invalid_input")
+    await refused(flow.cancel(wait=True), "invalid_input", "NoWait, WaitTimeout or WaitIndefinite")
+
+
+async def test_a_flow_that_is_gone_ends_the_wait(
+    flows: NewFlow, given: Given, engine: Engine, connection: asyncpg.Connection, eventually: Eventually
+) -> None:
+    flow = await flows()
+    await flow.members(1)
+    await flow.cancel_header()
+    waiting = asyncio.create_task(flow.cancel(wait=WaitIndefinite()))
+    await asyncio.sleep(0)
+    # No operation deletes flows yet.
+    await connection.execute("delete from flow where flow_id = $1", flow.flow_id)
+    await connection.execute("update execution set flow_id = null where flow_id = $1", flow.flow_id)
+    assert isinstance(await waiting, FlowCancelled)
+    await connection.execute("update cancel_backlog set grace_until = 0")
+    assert (await parts_of(engine).cancel_backlog.reconcile_due()).done == 1
+
+
+async def test_a_worker_stops_a_handler_whose_flow_is_cancelled(
+    flows: NewFlow, rows: Rows, engine: Engine, eventually: Eventually
+) -> None:
+    stopped: list[str] = []
+    started = asyncio.Event()
+
+    async def job(ctx: Context, a: int) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            stopped.append(ctx.execution_id)
+            raise
+
+    flow = await flows()
+    execution_id = await flow.member()
+    async with Worker(engine, handlers={"job": job}, lanes=["default"], namespace="tests"):
+        await started.wait()
+        # Its heartbeat would find out only after ten seconds.
+        await flow.cancel()
+        await eventually(lambda: stopped == [execution_id], timeout=5)
+    await drained(engine)
+    await nothing_owed(rows)
+
+
+async def test_a_flow_of_five_thousand_members_is_cancelled_in_seconds(given: Given, rows: Rows) -> None:
+    flow = await submitted_flow(given, 5000)
+    began = time.monotonic()
+    answer = await flow.cancel(wait=WaitIndefinite())
+    seconds = time.monotonic() - began
+    assert isinstance(answer, FlowCancelled)
+    assert len(answer.member_execution_ids) == 5000
+    assert set((await flow.states(rows)).values()) == {"cancelled"}
+    await nothing_owed(rows)
+    assert seconds < 30

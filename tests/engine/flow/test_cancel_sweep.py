@@ -1,0 +1,165 @@
+"""What a cancelled flow owes: members that are acknowledged, and those that the sweep cancels after the grace."""
+
+import asyncio
+from collections.abc import Sequence
+
+import asyncpg
+import pytest
+
+from engine.state import rounds
+from fixtures import Clock, Engines, Given, Rows, uuid_of
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.execution.cancel_many import CancelDisposition, CancelResult
+from flowfabric.engine.flow import backlog
+from flowfabric.engine.parts import parts_of
+from flowfabric.model.errors import error
+from flowfabric.model.flow import (
+    CancellationPolicy,
+    PartiallyCancelled,
+    WaitIndefinite,
+)
+from flowfabric.model.ids import ExecutionId
+
+from .conftest import NewFlow
+from .flows import (
+    LOCK_SUSPENSION,
+    nothing_owed,
+    owed,
+    suspended_among,
+)
+
+pytestmark = pytest.mark.usefixtures("consistent_rows")
+
+ALL = CancellationPolicy.CANCEL_ALL
+
+
+async def test_a_member_that_stays_locked_is_named_delays_no_other_and_is_left_to_the_sweep(
+    flows: NewFlow,
+    given: Given,
+    rows: Rows,
+    engine: Engine,
+    connection: asyncpg.Connection,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backlog, "PATIENCE_SECONDS", 0.2)
+    flow = await flows()
+    locked, members = await suspended_among(flow, given, 4)
+    async with connection.transaction():
+        await connection.execute(LOCK_SUSPENSION, uuid_of(locked))
+        answer = await flow.cancel(wait=WaitIndefinite())
+        assert answer == PartiallyCancelled(
+            cancellation_policy=ALL, member_execution_ids=members, failed_member_execution_ids=[locked]
+        )
+        states = await flow.states(rows)
+        assert states.pop(locked) == "suspended"
+        assert set(states.values()) == {"cancelled"}
+        assert await owed(rows, flow.flow_id) == [uuid_of(locked)]
+        # It is past its grace, but still locked: the sweep leaves it.
+        await clock.advance(seconds=31)
+        assert await parts_of(engine).cancel_backlog.reconcile_due() == (0, False, ())
+        assert await owed(rows, flow.flow_id) == [uuid_of(locked)]
+    parts_of(engine).cancel_backlog.quarantine._failures.clear()
+    assert (await parts_of(engine).cancel_backlog.reconcile_due()).done == 1
+    assert (await flow.states(rows))[locked] == "cancelled"
+    await nothing_owed(rows)
+
+
+async def test_acknowledging_the_last_members_at_the_same_time_leaves_no_header(
+    flows: NewFlow, rows: Rows, engine: Engine, engines: Engines
+) -> None:
+    other = await engines()
+    for _ in rounds(5, whole=30):
+        flow = await flows()
+        first, second = await flow.members(2)
+        await flow.cancel_header()
+        await asyncio.gather(
+            engine.ack_cancel_member(flow.flow_id, first),
+            other.ack_cancel_member(flow.flow_id, second),
+        )
+        await nothing_owed(rows)
+        async with rows.unchanged():
+            await engine.ack_cancel_member(flow.flow_id, first)
+        for each in (first, second):
+            await engine.cancel_execution(execution_id=each, reason="the next round follows")
+
+
+async def test_the_sweep_waits_for_the_grace_and_cancels_with_the_stored_reason(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine, clock: Clock
+) -> None:
+    flow, unnamed = await flows(), await flows()
+    members = [*await flow.members(3), (await flow.member(given.claimed, lane_id="other")).execution_id]
+    (nameless,) = await unnamed.members(1)
+    await flow.cancel_header()
+    await engine.cancel_flow_header(unnamed.flow_id, reason="", cancellation_policy=ALL)
+    sweep = parts_of(engine).cancel_backlog
+    async with rows.unchanged():
+        assert (await sweep.reconcile_due()).done == 0
+    await clock.advance(seconds=30)
+    assert await sweep.reconcile_due() == (5, False, ())
+    assert set((await flow.states(rows)).values()) == {"cancelled"}
+    for each in members:
+        assert (await rows.execution(each))["cancellation_reason"] == "not wanted"
+    assert (await rows.execution(nameless))["cancellation_reason"] == "flow_cancelled"
+    await nothing_owed(rows)
+
+
+async def test_the_sweep_works_in_batches_and_passes_over_members_that_it_failed_to_cancel(
+    flows: NewFlow,
+    given: Given,
+    rows: Rows,
+    engine: Engine,
+    connection: asyncpg.Connection,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backlog, "FLOW_LIMIT", 1)
+    monkeypatch.setattr(backlog, "MEMBER_LIMIT", 2)
+    stuck, other = await flows(), await flows()
+    locked, _ = await suspended_among(stuck, given, 3)
+    await stuck.cancel_header()
+    await clock.advance(ms=1)
+    await other.members(3)
+    await other.cancel_header()
+    await clock.advance(seconds=31)
+    sweep = parts_of(engine).cancel_backlog
+    async with connection.transaction():
+        await connection.execute(LOCK_SUSPENSION, uuid_of(locked))
+        results = [await sweep.reconcile_due() for _ in range(6)]
+        assert sum(result.done for result in results) == 6
+        assert [result.is_full for result in results][-1:] == [False]
+        assert await owed(rows, stuck.flow_id) == [uuid_of(locked)]
+        assert await owed(rows, other.flow_id) == []
+    await engine.cancel_execution(execution_id=locked, reason="by hand")
+    sweep.quarantine._failures.clear()
+    assert (await sweep.reconcile_due()).done == 1
+    await nothing_owed(rows)
+
+
+async def test_the_sweep_gives_up_what_can_never_be_cancelled(
+    flows: NewFlow,
+    rows: Rows,
+    engine: Engine,
+    clock: Clock,
+    connection: asyncpg.Connection,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    flow = await flows()
+    gone, left = await flow.members(2)
+    await flow.cancel_header(grace_ms=0)
+    # No operation deletes a member that has not ended.
+    for table in ("listed", "execution_input", "execution"):
+        await connection.execute(f"delete from {table} where execution_id = $1", uuid_of(gone))
+    sweep = parts_of(engine).cancel_backlog
+    answers: dict[ExecutionId, CancelResult] = {gone: CancelDisposition.NOT_FOUND, left: error("internal", "a test")}
+    cancelled = await sweep._cancel_many.cancel([gone], reason="x")
+    assert cancelled == [answers[gone]]
+
+    async def cancel_many(execution_ids: Sequence[ExecutionId], **_: object) -> list[CancelResult]:
+        return [answers[each] for each in execution_ids]
+
+    sweep._cancel_many.cancel = cancel_many  # type: ignore[method-assign]
+    assert (await sweep.reconcile_due()).done == 2
+    assert "cannot be cancelled, giving it up" in caplog.text
+    await nothing_owed(rows)
+    await engine.cancel_execution(execution_id=left, reason="by hand")

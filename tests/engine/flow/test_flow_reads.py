@@ -1,0 +1,229 @@
+"""Reads of flows, edges and dependencies, and the tags of flows."""
+
+from uuid import uuid4
+
+import pytest
+
+from engine.flow.graphs import BuiltFlow
+from engine.state import all_cases, refused
+from fixtures import Clock, Explain, Given, Rows
+from flowfabric.engine.parts import parts_of
+from flowfabric.model.edge import (
+    AllOf,
+    AnyOf,
+    EdgeGroupSnapshot,
+    Incoming,
+    OnSatisfied,
+    Outgoing,
+    Quorum,
+)
+from flowfabric.model.explanation import MAX_EDGES, DependenciesReason, HeldReason, UnmetEdge
+from flowfabric.model.flow import FlowSnapshot
+from flowfabric.model.ids import FlowId
+from flowfabric.model.tag import TagsSet
+
+
+@pytest.fixture
+async def flow(given: Given, rows: Rows) -> BuiltFlow:
+    """An empty flow."""
+    return await BuiltFlow.create(given, rows)
+
+
+async def test_a_flow_is_described_with_its_tags_and_the_groups_that_have_edges(flow: BuiltFlow, clock: Clock) -> None:
+    created_at = await clock.now()
+    await clock.advance(seconds=1)
+    a, b, c, unused = sorted(await flow.members(4), key=lambda each: each[-36:])
+    await flow.policy(c, Quorum(2, OnSatisfied.LET_RUN))
+    await flow.policy(unused, AnyOf(OnSatisfied.LET_RUN))
+    await flow.connect(a, c)
+    await flow.stage(b, c)
+    await flow.connect(a, b)
+    await flow.engine.set_flow_tags(flow.flow_id, {"app.customer": "acme", "app.run": "7"})
+    found = await flow.engine.describe_flow(str(flow.flow_id))
+    counts = {"satisfied_count": 0, "failed_count": 0, "skipped_count": 0, "group_state": "pending"}
+    assert found == FlowSnapshot(
+        flow_id=flow.flow_id,
+        flow_kind="dag",
+        namespace="tests",  # type: ignore[arg-type]
+        public_flow_state="open",  # type: ignore[arg-type]
+        derived_state="open",  # type: ignore[arg-type]
+        graph_revision=7,
+        node_count=4,
+        edge_count=3,
+        created_at=created_at,
+        last_mutation_at=created_at + 1000,
+        cancelled_at=None,
+        cancel_reason=None,
+        cancellation_policy=None,
+        tags={"app.customer": "acme", "app.run": "7"},
+        edge_groups=[
+            EdgeGroupSnapshot(downstream_execution_id=b, policy=AllOf(), total_deps=1, running_count=1, **counts),  # type: ignore[arg-type]
+            EdgeGroupSnapshot(
+                downstream_execution_id=c,
+                policy=Quorum(2, OnSatisfied.LET_RUN),
+                total_deps=2,
+                running_count=2,
+                **counts,  # type: ignore[arg-type]
+            ),
+        ],
+    )
+    await flow.engine.cancel_execution(execution_id=a, reason="not wanted")
+    await parts_of(flow.engine).cascade.settle_flow((await flow.row())["partition_key"], flow.flow_id)
+    found = await flow.engine.describe_flow(flow.flow_id)
+    assert found is not None
+    groups = [(each.group_state, each.failed_count, each.running_count) for each in found.edge_groups]
+    assert groups[0] == ("impossible", 1, 0)
+    assert groups[1][0] == "impossible"
+    assert await flow.engine.describe_flow(uuid4()) is None
+    await refused(flow.engine.describe_flow("no uuid"), "invalid_input", "flow_id")
+
+
+async def test_edges_are_listed_by_either_end_in_the_order_of_their_ids(flow: BuiltFlow) -> None:
+    a, b, c = await flow.members(3)
+    out = sorted([await flow.stage(a, b), await flow.stage(a, c), await flow.stage(a, c)])
+    last = await flow.stage(b, c)
+    assert [edge.edge_id for edge in await flow.engine.list_edges(flow.flow_id, Outgoing(a))] == out
+    incoming = await flow.engine.list_edges(flow.flow_id, Incoming(to_node=c))
+    assert [edge.edge_id for edge in incoming] == sorted(edge.edge_id for edge in incoming)
+    assert last in {edge.edge_id for edge in incoming}
+    assert {edge.upstream_execution_id for edge in incoming} == {a, b}
+    assert {edge.downstream_execution_id for edge in incoming} == {c}
+    assert len(incoming) == 3
+    described = [await flow.engine.describe_edge(flow.flow_id, edge.edge_id) for edge in incoming]
+    assert described == incoming
+    edge = incoming[0]
+    assert (edge.satisfaction_condition, edge.created_by, edge.created_at) == ("all_required", "engine", edge.staged_at)
+    with all_cases() as case:
+        with case("no edges"):
+            assert await flow.engine.list_edges(flow.flow_id, Outgoing(c)) == []
+            assert await flow.engine.list_edges(uuid4(), Outgoing(a)) == []
+            assert await flow.engine.list_edges(flow.flow_id, Incoming("{fp:9999}:" + str(uuid4()))) == []
+        with case("no such edge"):
+            assert await flow.engine.describe_edge(flow.flow_id, uuid4()) is None
+        with case("not a selector"):
+            await refused(flow.engine.list_edges(flow.flow_id, a), "invalid_input", "Outgoing")  # type: ignore[arg-type]
+
+
+async def test_the_eligibility_of_an_execution_follows_from_its_dependencies_alone(
+    flow: BuiltFlow, given: Given
+) -> None:
+    async def status(execution_id: str) -> str:
+        return (await flow.engine.evaluate_flow_eligibility(execution_id)).status
+
+    with all_cases() as case:
+        for expected, found in {
+            "not_found": flow.mint(),
+            "eligible": await given.created(),
+            "not_runnable": await given.completed(lane_id="other"),
+        }.items():
+            with case(expected):
+                assert await status(found) == expected
+        with case("staged, then applied, then satisfied"):
+            first, child = await flow.members(2)
+            edge = await flow.stage(first, child)
+            assert await status(child) == "eligible"
+            await flow.apply(edge, first, child)
+            assert await status(child) == "blocked_by_dependencies"
+            ended = await flow.add(await given.completed(execution_id=flow.mint(), lane_id="ended"))
+            quick = await flow.member()
+            await flow.policy(quick, AnyOf(OnSatisfied.LET_RUN))
+            await flow.connect(ended, quick)
+            await flow.connect(first, quick)
+            assert await status(quick) == "eligible"
+        with case("delayed"):
+            delayed = await flow.add(await given.delayed(execution_id=flow.mint()))
+            assert await status(delayed) == "eligible"
+
+
+async def test_tags_of_flows_are_set_read_and_checked(flow: BuiltFlow, rows: Rows, clock: Clock) -> None:
+    engine, flow_id, missing = flow.engine, flow.flow_id, FlowId(uuid4())
+    now = await clock.advance(seconds=1)
+    await engine.set_flow_tag(flow_id, "app.customer", "acme")
+    row = await flow.row()
+    assert (row["last_mutation_at"], row["graph_revision"]) == (now, 0)
+    assert await engine.set_flow_tags(flow_id, {"app.customer": "other", "app.run": "7"}) == TagsSet(count=2)
+    assert await engine.get_flow_tag(flow_id, "app.customer") == "other"
+    assert await engine.get_flow_tag(flow_id, "app.none") is None
+    assert await engine.get_flow_tag(missing, "app.customer") is None
+    async with rows.unchanged():
+        with all_cases() as case:
+            for key in ("customer", "App.x", "1.x", "app.", ""):
+                with case(f"key {key!r}"):
+                    await refused(engine.set_flow_tag(flow_id, key, "x"), "invalid_tag_key", key)
+                    await refused(engine.set_flow_tags(flow_id, {"app.ok": "x", key: "x"}), "invalid_tag_key", key)
+                    await refused(engine.get_flow_tag(flow_id, key), "invalid_tag_key", key)
+            with case("no tags"):
+                await refused(engine.set_flow_tags(flow_id, {}), "invalid_input", "tags")
+            with case("no flow"):
+                await refused(engine.set_flow_tag(missing, "app.x", "x"), "flow_not_found")
+                await refused(engine.set_flow_tags(missing, {"app.x": "x"}), "flow_not_found")
+
+
+async def test_an_execution_that_waits_for_dependencies_is_explained(flow: BuiltFlow, explain: Explain) -> None:
+    first, second, child = await flow.members(3)
+    await flow.policy(child, Quorum(2, OnSatisfied.LET_RUN))
+    applied = await flow.connect(first, child)
+    staged = await flow.stage(second, child)
+    found = await explain(child)
+    (reason,) = found.reasons
+    assert isinstance(reason, DependenciesReason)
+    edges = {
+        applied: UnmetEdge(edge_id=applied, upstream_execution_id=first, public_state="waiting"),  # type: ignore[arg-type]
+        staged: UnmetEdge(
+            edge_id=staged,
+            upstream_execution_id=second,
+            public_state="waiting",  # type: ignore[arg-type]
+            is_applied=False,
+        ),
+    }
+    assert reason.policy == Quorum(2, OnSatisfied.LET_RUN)
+    assert (reason.unmet_count, {edge.edge_id: edge for edge in reason.edges}) == (2, edges)
+    assert reason.detail == f"1 dep(s) unresolved incl {applied}"
+    assert found.summary.startswith("waiting children until 2 of its dependencies have succeeded; 2 unresolved: ")
+    assert f"{second} (waiting, not applied)" in found.summary
+
+
+async def test_an_explanation_lists_at_most_a_hundred_dependencies(flow: BuiltFlow, explain: Explain) -> None:
+    first, child = await flow.members(2)
+    await flow.connect(first, child)
+    for _ in range(MAX_EDGES):
+        await flow.stage(first, child)
+    found = await explain(child)
+    (reason,) = found.reasons
+    assert isinstance(reason, DependenciesReason)
+    assert (len(reason.edges), reason.unmet_count) == (MAX_EDGES, MAX_EDGES + 1)
+    assert found.summary.startswith("waiting children until all of its dependencies have succeeded; 101 unresolved: ")
+    assert found.summary.endswith(" and 98 more")
+
+
+async def test_a_member_held_for_the_cancellation_of_its_flow_is_explained(flow: BuiltFlow, explain: Explain) -> None:
+    first, child = await flow.members(2)
+    await flow.connect(first, child)
+    await flow.engine.cancel_flow_header(flow_id=flow.flow_id, reason="not wanted", cancellation_policy="cancel_all")
+    for member in (first, child):
+        found = await explain(member)
+        assert found.reasons == (
+            HeldReason(blocking_reason="paused_by_flow_cancel", detail="its flow is cancelled"),  # type: ignore[arg-type]
+        )
+        assert found.summary == "waiting: paused by flow cancel, its flow is cancelled"
+
+
+async def test_an_edge_to_a_member_that_is_held_leaves_it_held(flow: BuiltFlow, rows: Rows) -> None:
+    first, child = await flow.members(2)
+    edge = await flow.stage(first, child)
+    await flow.engine.cancel_flow_header(flow_id=flow.flow_id, reason="not wanted", cancellation_policy="cancel_all")
+    before = await rows.execution(child)
+    await flow.apply(edge, first, child)
+    assert await rows.execution(child) == before
+    assert (await rows.execution(child))["blocking_reason"] == "paused_by_flow_cancel"
+
+
+async def test_the_graph_of_a_cancelled_flow_does_not_change(flow: BuiltFlow, rows: Rows) -> None:
+    a, b = await flow.members(2)
+    new = await flow.outside()
+    await flow.engine.cancel_flow_header(flow_id=flow.flow_id, reason="not wanted", cancellation_policy="flow_only")
+    async with rows.unchanged():
+        await refused(flow.engine.add_execution_to_flow(flow.flow_id, new), "flow_already_terminal", "cancelled")
+        await refused(flow.stage(a, b), "flow_already_terminal")
+        # Checked before the revision and the ends.
+        await refused(flow.stage(a, new, expected_graph_revision=99), "flow_already_terminal")

@@ -1,0 +1,205 @@
+"""A flow is submitted once, as a whole or not at all, whatever happens during the call."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+import pytest
+
+from engine.state import rounds
+from faults.proxy import Action, Fault, Proxy, Side
+from fixtures import Engines, Eventually, Rows
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.execution import submit as submission
+from flowfabric.engine.flow import submit
+from flowfabric.model.errors import ContentionError, TransportError
+from flowfabric.model.flow import FlowAlreadySatisfied, FlowSubmitted
+from flowfabric.model.ids import Partitions, flow_partition
+from flowfabric.settings import Settings
+
+from .submitting import flow, node, nodes, submitted
+
+pytestmark = pytest.mark.usefixtures("consistent_rows")
+
+TABLES = ("flow", "flow_tag", "execution", "ready", "edge", "edge_group", "listed")
+DIAMOND = {
+    **flow("a b c d", "a>b a>c b>d c>d", tags={"app.key": "value"}),
+    "nodes": [node("a", tags={"ff.instance_id": "one"}), *nodes("b c d")],
+}
+STORED = {"flow": 1, "flow_tag": 1, "execution": 4, "ready": 1, "edge": 4, "edge_group": 3, "listed": 3}
+
+
+async def stored(rows: Rows) -> dict[str, int]:
+    """The number of rows in each table."""
+    return {table: len(await rows.of(table)) for table in TABLES}
+
+
+def times(count: int) -> dict[str, int]:
+    """The number of rows that so many diamonds have."""
+    return {table: number * count for table, number in STORED.items()}
+
+
+async def test_the_id_of_a_flow_is_its_idempotency_key_and_nothing_is_compared(engine: Engine, rows: Rows) -> None:
+    flow_id = uuid4()
+    first = await engine.submit_flow(**DIAMOND, flow_id=flow_id)
+    assert isinstance(first, FlowSubmitted)
+    assert first.flow_id == flow_id
+    async with rows.unchanged():
+        for again in (
+            {**DIAMOND, "flow_id": flow_id},
+            {**DIAMOND, "flow_id": str(flow_id).upper(), "flow_kind": "other", "namespace": "other"},
+            {**flow("other"), "flow_id": flow_id},
+        ):
+            assert await engine.submit_flow(**again) == FlowAlreadySatisfied(flow_id=first.flow_id)
+
+
+async def test_flows_without_an_id_are_different_flows(engine: Engine, rows: Rows) -> None:
+    first, second = await submitted(engine, **DIAMOND), await submitted(engine, **DIAMOND)
+    assert first.flow_id != second.flow_id
+    assert await stored(rows) == times(2)
+
+
+async def test_one_of_several_concurrent_submissions_of_a_flow_creates_it(engines: Engines, rows: Rows) -> None:
+    rivals = [await engines(), await engines()]
+    count = 0
+    for _ in rounds(8, whole=60):
+        flow_id, count = uuid4(), count + 1
+        answers = await asyncio.gather(*(rival.submit_flow(**DIAMOND, flow_id=flow_id) for rival in rivals * 3))
+        assert Counter(map(type, answers)) == {FlowSubmitted: 1, FlowAlreadySatisfied: 5}
+        assert {answer.flow_id for answer in answers} == {flow_id}
+    assert await stored(rows) == times(count)
+
+
+async def begin(connection: asyncpg.Connection, flow_id: Any) -> None:
+    """Insert a flow within a transaction that has not ended, as another session that is submitting it."""
+    await connection.execute(
+        """insert into flow (partition_key, flow_id, namespace_no, flow_kind, created_at, last_mutation_at)
+           values ($1, $2, 1, 'dag', 1, 1)""",
+        flow_partition(flow_id, Partitions().flow),
+        flow_id,
+    )
+
+
+async def test_a_submission_waits_for_another_of_the_same_flow(
+    engine: Engine, connection: asyncpg.Connection, rows: Rows, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_waiting() -> bool:
+        return bool(await rows._connection.fetchval("select exists (select from pg_locks where not granted)"))
+
+    await submitted(engine, **DIAMOND)
+    for ends in ("commit", "rollback"):
+        flow_id = uuid4()
+        transaction = connection.transaction()
+        await transaction.start()
+        await begin(connection, flow_id)
+        waiting = asyncio.create_task(engine.submit_flow(**DIAMOND, flow_id=flow_id))
+        await eventually(is_waiting)
+        await getattr(transaction, ends)()
+        answer = await waiting
+        assert type(answer) is (FlowAlreadySatisfied if ends == "commit" else FlowSubmitted)
+    monkeypatch.setattr(submit, "LOCK_TIMEOUT", "15ms")
+    async with connection.transaction():
+        flow_id = uuid4()
+        await begin(connection, flow_id)
+        with pytest.raises(ContentionError, match=f"flow {flow_id} is locked by another session"):
+            await engine.submit_flow(**DIAMOND, flow_id=flow_id)
+
+
+async def test_no_claim_and_no_reader_sees_a_part_of_a_flow(
+    engines: Engines, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "ROWS_PER_STATEMENT", 5)
+    engine, worker = await engines(), await engines()
+    count = 300
+    pairs = " ".join(f"n{at}>end" for at in range(count))
+    submitting = asyncio.create_task(submitted(engine, " ".join(f"n{at}" for at in range(count)) + " end", pairs))
+    seen: Counter[tuple[int, int, int]] = Counter()
+    claimed: list[int] = []
+    while not claimed:
+        query = "select (select count(*) from flow), (select count(*) from execution), (select count(*) from edge)"
+        seen[tuple(await connection.fetchrow(query))] += 1
+        runs = await worker.claim_many(lanes=("default",), worker_id="w", worker_instance_id="w-1", limit=500)
+        claimed += [len(runs)] if runs else []
+    assert claimed == [count]
+    assert len((await submitting).edge_ids) == count
+    assert seen.keys() <= {(0, 0, 0), (1, count + 1, count)}
+    assert seen[0, 0, 0] > 1
+
+
+@pytest.mark.usefixtures("hints_only")
+async def test_a_claim_that_waits_in_another_process_is_woken(engines: Engines) -> None:
+    engine, worker = await engines(), await engines()
+    await submitted(engine, "a")
+    assert await worker.claim(lane_id="default", worker_id="w", worker_instance_id="w-1") is not None
+    waiting = asyncio.create_task(
+        worker.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=60_000)
+    )
+    answer = await submitted(engine, "a b", "a>b")
+    async with asyncio.timeout(30):
+        run = await waiting
+    assert run is not None
+    assert run.execution_id == answer.execution_ids["a"]
+
+
+@pytest.mark.parametrize("ids", ["with an id", "without an id"])
+async def test_a_submission_whose_connection_is_cut_is_repeated_and_carried_out_once(
+    url: str, rows: Rows, monkeypatch: pytest.MonkeyPatch, ids: str
+) -> None:
+    monkeypatch.setattr(submission, "PAUSE_SECONDS", (0.005, 0.05))
+
+    def arguments() -> dict[str, Any]:
+        return {**DIAMOND, "flow_id": uuid4()} if ids == "with an id" else DIAMOND
+
+    settings: dict[str, Any] = {"database_pool_size": 1, "listen": False}
+    async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url, **settings)) as engine:
+        for _ in range(2):
+            proxy.arm(None)
+            await engine.submit_flow(**arguments())
+        messages = {side: proxy.counted(side) for side in Side}
+        count = 2
+        for side in Side:
+            for nth in range(1, messages[side] + 1):
+                for action in (Action.CUT_BEFORE, Action.CUT_AFTER):
+                    proxy.arm(Fault(action=action, side=side, nth=nth))
+                    answer = await engine.submit_flow(**arguments())
+                    proxy.arm(None)
+                    await proxy.settled()
+                    count += 1
+                    assert isinstance(answer, FlowSubmitted), (side, nth, action)
+                    assert await stored(rows) == times(count), (side, nth, action)
+                    members = await rows.of("execution", flow_id=answer.flow_id)
+                    assert {str(row["execution_id"]) for row in members} == {
+                        execution_id[-36:] for execution_id in answer.execution_ids.values()
+                    }
+                    edges = await rows.of("edge", flow_id=answer.flow_id)
+                    assert {row["edge_id"] for row in edges} == set(answer.edge_ids)
+
+
+async def test_without_patience_a_lost_answer_is_reported_and_a_repeat_finds_the_flow(url: str, rows: Rows) -> None:
+    settings: dict[str, Any] = {"database_pool_size": 1, "listen": False, "submit_patience_ms": 0}
+    async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url, **settings)) as engine:
+        for _ in range(2):
+            proxy.arm(None)
+            await engine.submit_flow(**DIAMOND, flow_id=uuid4())
+        repeated: Counter[type] = Counter()
+        count = 2
+        for nth in range(1, proxy.counted(Side.SERVER) + 1):
+            flow_id, count = uuid4(), count + 1
+            proxy.arm(Fault(action=Action.CUT_BEFORE, side=Side.SERVER, nth=nth))
+            fault: TransportError | None = None
+            try:
+                await engine.submit_flow(**DIAMOND, flow_id=flow_id)
+            except TransportError as lost:
+                fault = lost
+            proxy.arm(None)
+            await proxy.settled()
+            if fault is not None:
+                is_stored = bool(await rows.of("flow", flow_id=flow_id))
+                assert fault.outcome_unknown or not is_stored
+                again = await engine.submit_flow(**DIAMOND, flow_id=flow_id)
+                assert type(again) is (FlowAlreadySatisfied if is_stored else FlowSubmitted)
+                repeated[type(again)] += 1
+            assert await stored(rows) == times(count)
+        assert repeated.keys() == {FlowAlreadySatisfied, FlowSubmitted}
