@@ -4,6 +4,7 @@ from flowfabric.model.attempt import Attempt, CurrentAttempt, Failure, FailureCl
 from flowfabric.model.execution import (
     BulkResult,
     Cancelled,
+    Changed,
     Created,
     Duplicate,
     Ended,
@@ -68,6 +69,7 @@ from flowfabric.model.lease import (
     Promoted,
     Renewed,
     RetryScheduled,
+    Revoked,
     TerminalFailed,
 )
 from flowfabric.model.resume import Resumed, ResumeTrigger
@@ -122,6 +124,7 @@ __all__ = [
     "BulkResult",
     "Cancelled",
     "Capabilities",
+    "Changed",
     "ClaimGrant",
     "ClaimedExecution",
     "Closed",
@@ -195,6 +198,7 @@ __all__ = [
     "ResumeTrigger",
     "Resumed",
     "RetryScheduled",
+    "Revoked",
     "Rotated",
     "RotationEntry",
     "RunningReason",

@@ -166,10 +166,9 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Flows, FlowListing, Listing, Counting, Consistency):
             services.add(kind(store))
-        waits = (self.tails, feeds, self.flow_cancel, flow_endings)
         changes = (self.cancel_many, services[Replays], services[Priority])
         services.add(Matching(services[Listing], services[View], *changes))
-        waits = (self.tails, feeds, flow_cancel, flow_endings)
+        waits = (self.tails, feeds, self.flow_cancel, flow_endings)
         drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
         cascades = (self.flow_cancel, self.cascade, self.siblings)
         drains = [flow_endings.close, *(service.drain for service in (*drained, *cascades))]
