@@ -391,6 +391,7 @@ create table flow (
   live_count integer not null default 0,
   unhappy_count integer not null default 0,
   project_at bigint,
+  retain_until bigint not null default 0,
   created_at bigint not null,
   last_mutation_at bigint not null,
   cancelled_at bigint,
@@ -730,6 +731,8 @@ CREATE INDEX event_rare_order ON ONLY event USING btree (kind, event_id) WHERE k
 
 CREATE INDEX execution_flow ON execution USING btree (flow_id, execution_id) WHERE flow_id IS NOT NULL;
 
+CREATE INDEX execution_flow_list ON execution USING btree (flow_id, created_at, execution_id) WHERE flow_id IS NOT NULL;
+
 CREATE INDEX execution_list ON execution USING btree (namespace_no, lane_no, created_at);
 
 CREATE INDEX execution_tag_find ON execution_tag USING btree (key, "left"(value, 128));
@@ -737,6 +740,8 @@ CREATE INDEX execution_tag_find ON execution_tag USING btree (key, "left"(value,
 CREATE INDEX flow_due ON flow USING btree (project_at) WHERE project_at IS NOT NULL;
 
 CREATE INDEX flow_list ON flow USING btree (namespace_no, public_flow_state, derived_state, created_at, flow_id);
+
+CREATE INDEX flow_retained ON flow USING btree (retain_until);
 
 CREATE INDEX flow_tag_find ON flow_tag USING btree (key, "left"(value, 128));
 

@@ -12,6 +12,7 @@ from flowfabric.engine.event.feed import Feeds
 from flowfabric.engine.execution.cancel import Cancel
 from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.execution.results import Results
+from flowfabric.engine.execution.retention import Retention
 from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
 from flowfabric.engine.fleet.lanes import Lanes
@@ -67,6 +68,7 @@ class Engine:
     """The engine on one Postgres; get one from `Engine.connect`."""
 
     # Executions: creating, cancelling, replaying, priorities, tags, results.
+    # Executions: creating, cancelling, priorities, tags, results, deleting.
     create_execution = operation(Submit.create_execution)
     create_many = operation(Submit.create_many)
     cancel = operation(Cancel.cancel)
@@ -77,6 +79,7 @@ class Engine:
     set_execution_tags = operation(Tags.set_execution_tags)
     get_execution_tag = operation(Tags.get_execution_tag)
     wait_for_ending = operation(Results.wait_for_ending)
+    trim_retention = operation(Retention.trim_retention)
 
     # Operations on all executions that match a filter.
     cancel_matching = operation(Matching.cancel_matching)

@@ -30,6 +30,7 @@ from flowfabric.engine.flow.graph import Graph
 from flowfabric.engine.flow.park import ChildWaits
 from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.flow.resolve import Resolver
+from flowfabric.engine.flow.retention import FlowRetention
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.flow.submit import SubmitFlow
 from flowfabric.engine.flow.summary import FlowSummaries
@@ -122,7 +123,6 @@ class Parts:
         )
         self.streams = services.add(Streams(store))
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
-
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         resolver = Resolver(store, lease_ends)
@@ -146,6 +146,7 @@ class Parts:
             )
         )
         flow_endings = services.add(FlowEndings(store))
+        self.flow_retention = services.add(FlowRetention(store))
 
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)

@@ -218,7 +218,10 @@ class ExecutionCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inconsistency:
-    """A stored state of an execution that no operation produces."""
+    """A stored state of an execution or a flow that no operation produces."""
 
-    execution_id: ExecutionId
+    execution_id: ExecutionId | None
+    """None if the problem is one of a whole flow."""
     problem: str
+    flow_id: FlowId | None = None
+    """The flow that the problem has to do with."""

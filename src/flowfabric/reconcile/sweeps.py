@@ -9,6 +9,7 @@ from flowfabric.engine.event import partitions
 from flowfabric.engine.execution import retention
 from flowfabric.engine.fleet import identities, sessions, workers
 from flowfabric.engine.flow import backlog, blocked, cascade, siblings, summary
+from flowfabric.engine.flow import retention as flow_retention
 from flowfabric.engine.lease import expire
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.stream import expire as streams
@@ -158,6 +159,14 @@ SWEEPS = (
         every=lambda settings: _seconds(settings.retention_trimmer_interval_s),
         batch=retention.TRIM_LIMIT,
         is_due=lambda due: due.has_retained,
+        is_gentle=True,
+    ),
+    Sweep(
+        "flow_retention",
+        lambda parts: parts.flow_retention.trim_batch(),
+        every=lambda settings: _seconds(settings.retention_trimmer_interval_s),
+        batch=flow_retention.FLOW_LIMIT,
+        is_due=_always,
         is_gentle=True,
     ),
     Sweep(

@@ -33,11 +33,20 @@ class Flow:
         """The partition of the flow."""
         return flow_partition(self.flow_id, self._partitions.flow)
 
+    def new_id(self) -> ExecutionId:
+        """An id for a member."""
+        return mint_for_flow(self.flow_id, self._partitions)
+
+    async def add(self, *execution_ids: ExecutionId) -> None:
+        """Make executions members of the flow."""
+        for each in execution_ids:
+            await self.engine.add_execution_to_flow(self.flow_id, each)
+
     async def member(self, make: Callable[..., Awaitable[Any]] | None = None, **overrides: Any) -> Any:
         """What `make`, by default `given.created`, returns for a new member."""
-        execution_id = mint_for_flow(self.flow_id, self._partitions)
+        execution_id = self.new_id()
         made = await (make or self._given.created)(execution_id=execution_id, **overrides)
-        await self.engine.add_execution_to_flow(self.flow_id, execution_id)
+        await self.add(execution_id)
         return made
 
     async def members(self, count: int, **overrides: Any) -> list[ExecutionId]:

@@ -6,6 +6,7 @@ from uuid import uuid4
 import pytest
 
 from engine.flow.graphs import BuiltFlow
+from engine.flows import settle
 from engine.state import all_cases, refused, rounds
 from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
@@ -83,7 +84,9 @@ async def test_ended_executions_join_a_flow_with_the_state_that_follows(
     assert len(changes) == 2
     assert await flow.engine.find_inconsistencies() == []
     assert (await rows.execution(live))["public_state"] == "waiting"
-    # Retention still finds the execution that ended before it joined.
+    # Retention still finds the execution that ended before it joined, once the flow is settled.
+    await flow.engine.cancel_execution(execution_id=live, reason="x")
+    await settle(flow.engine, flow.flow_id)
     await clock.advance(seconds=25 * 3600)
     assert (await parts_of(flow.engine).retention.trim_batch()).done >= 1
     assert await flow.engine.read_execution_state(completed) is None

@@ -180,7 +180,7 @@ async def test_every_corrupt_row_is_found_and_no_sound_one(
             await connection.execute(
                 command.replace("{mine}", f"execution_id = {uuid}").replace("{holds}", f"{uuid} = any(execution_ids)")
             )
-    found: dict[str, list[str]] = {}
+    found: dict[str | None, list[str]] = {}
     for one in await engine.find_inconsistencies(limit=10_000):
         found.setdefault(one.execution_id, []).append(one.problem)
     missed = [

@@ -3,11 +3,13 @@
 import asyncio
 from itertools import combinations
 from typing import Any
+from uuid import uuid4
 
 import asyncpg
 import pytest
 
 from engine.counts import COLUMNS, miscounts, recount
+from engine.flows import flow_of
 from engine.reach import one_of
 from engine.state import claim, items, new, refused, revoke
 from engine.waits import suspend_args
@@ -343,3 +345,25 @@ async def test_the_recount_of_the_tests_agrees_with_group_by(engine: Engine, con
     plain = await connection.fetch("select lane_no, public_state, count(*) from execution group by 1, 2 order by 3")
     assert [one.count for one in await recount(connection, ("lane", "state"), {})] == [3, 2]
     assert [row["count"] for row in plain] == [2, 3]
+
+
+async def test_the_members_of_a_flow_are_counted_by_its_id(
+    engine: Engine, given: Given, connection: asyncpg.Connection
+) -> None:
+    members = [await given.completed(), await given.failed(), await given.cancelled(execution_kind="other")]
+    members += [await given.created() for _ in range(3)]
+    flow_id = await flow_of(engine, members, [(members[3], members[4])])
+    await given.completed(lane_id="other")
+    await given.created()
+    states = {"waiting": 2, "waiting_children": 1, "completed": 1, "failed": 1, "cancelled": 1}
+    assert await counted(engine, flow_id=flow_id) == states
+    assert await counted(engine, flow_id=str(flow_id), public_state=["failed", "completed"]) == {
+        "completed": 1,
+        "failed": 1,
+    }
+    assert await counted(engine, flow_id=flow_id, execution_kind="other") == {"cancelled": 1}
+    assert await counted(engine, flow_id=flow_id, namespace="another") == {}
+    (lane,) = await engine.count_executions(by="lane", flow_id=flow_id)
+    assert (lane.lane_id, lane.count) == ("default", 6)
+    assert await engine.count_executions(flow_id=uuid4()) == []
+    await refused(engine.count_executions(flow_id="x"), "invalid_input", "flow_id")

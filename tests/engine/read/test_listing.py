@@ -1,20 +1,23 @@
 """Lists of executions: every filter, both orders, and pages that neither repeat nor skip an execution."""
 
 import random
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import asyncpg
 import pytest
 
+from engine.flows import flow_of
 from engine.state import block, claim, items, new, refused
-from fixtures import Clock, Given, Rows, uuid_of
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import listing
 from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.execution import ExecutionPage, ExecutionSummary
+from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import PublicState
 
 
@@ -174,13 +177,49 @@ async def test_the_completion_filters_match_only_ended_executions(engine: Engine
 
 
 async def test_a_flow_is_listed_by_its_id(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
-    flow_id = UUID("11111111-2222-3333-4444-555555555555")
-    member = await given.created(execution_id=f"{{fp:181}}:{uuid4()}")
-    await given.created(execution_id=f"{{fp:181}}:{uuid4()}")
-    await connection.execute("update execution set flow_id = $1 where execution_id = $2", flow_id, uuid_of(member))
+    member = await given.created()
+    await given.created()
+    flow_id = await flow_of(engine, [member])
     assert await listed(engine, flow_id=flow_id) == [member]
     assert await listed(engine, flow_id=str(flow_id), public_state="failed") == []
     assert await listed(engine, flow_id=uuid4()) == []
+
+
+async def test_a_list_of_a_flow_has_each_member_once_in_every_order_and_with_every_filter(
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
+) -> None:
+    await clock.stop()
+    members: list[ExecutionId] = []
+    for nth in range(12):
+        # Three of each time, whose ids are in an order of their own.
+        await clock.advance(ms=nth % 3 == 0)
+        options = {"tags": {"a.b": str(nth % 2)}, "execution_kind": f"kind{nth % 2}", "namespace": f"n{nth % 4}"}
+        members.append(await given.created(**options) if nth % 4 else await given.cancelled(**options))
+        await given.created(tags={"a.b": "1"})
+    flow_id = await flow_of(engine, members)
+    lines = (await engine.list_executions(flow_id=flow_id)).executions
+    ordered = [line.execution_id for line in lines]
+    assert sorted(ordered) == sorted(members)
+    assert [(one.created_at, one.execution_id) for one in lines] == sorted(
+        ((one.created_at, one.execution_id) for one in lines), reverse=True
+    )
+    middle = lines[5].created_at
+    filters: list[tuple[dict[str, Any], Callable[[ExecutionSummary], bool]]] = [
+        ({}, bool),
+        ({"public_state": "cancelled"}, lambda one: one.public_state == "cancelled"),
+        ({"execution_kind": "kind1"}, lambda one: one.execution_kind == "kind1"),
+        ({"namespace": ["n1", "n2"]}, lambda one: one.namespace in ("n1", "n2")),
+        ({"lane_id": "default"}, bool),
+        ({"tag": ("a.b", "1")}, lambda one: one.execution_kind == "kind1"),
+        ({"completed_after": 0}, lambda one: one.public_state == "cancelled"),
+        ({"created_after": middle}, lambda one: one.created_at >= middle),
+        ({"created_before": middle}, lambda one: one.created_at < middle),
+    ]
+    for given_filters, matches in filters:
+        expected = [one.execution_id for one in lines if matches(one)]
+        for limit in (1, 2, 5, 50):
+            assert await listed(engine, flow_id=flow_id, limit=limit, **given_filters) == expected
+            assert await listed(engine, flow_id=flow_id, limit=limit, order="oldest", **given_filters) == expected[::-1]
 
 
 async def test_the_order_is_by_creation_then_by_id(engine: Engine, clock: Clock) -> None:

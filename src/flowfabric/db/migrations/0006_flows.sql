@@ -22,6 +22,8 @@ create table flow (
   unhappy_count       integer  not null default 0,
   -- When the summary is projected next; null once it has counted a flow without live members.
   project_at          bigint,
+  -- When retention looks at the flow next; 0 if it has not yet.
+  retain_until        bigint   not null default 0,
   created_at          bigint   not null,
   last_mutation_at    bigint   not null,
   cancelled_at        bigint,
@@ -31,6 +33,7 @@ create table flow (
 ) with (fillfactor = 50);
 create index flow_list on flow (namespace_no, public_flow_state, derived_state, created_at, flow_id);
 create index flow_due on flow (project_at) where project_at is not null;
+create index flow_retained on flow (retain_until);
 
 create table flow_tag (
   partition_key smallint not null,
@@ -156,6 +159,7 @@ create table cancel_backlog_member (
 
 -- The members of a flow. No index of execution has a column that a claim or an end changes.
 create index execution_flow on execution (flow_id, execution_id) where flow_id is not null;
+create index execution_flow_list on execution (flow_id, created_at, execution_id) where flow_id is not null;
 
 -- A skipped execution's attempt was cancelled.
 create or replace view attempt_all as

@@ -1,21 +1,29 @@
+-- fragment: settled
+-- Whether a flow keeps no member: none is live, no end of one is queued for the cascade, and no cancellation is owed.
+f.live_count <= 0
+and not exists (select from cancel_backlog o where o.partition_key = f.partition_key and o.flow_id = f.flow_id)
+and not exists (select from cancel_backlog_member o where o.partition_key = f.partition_key and o.flow_id = f.flow_id)
+and not exists (select from pending_cancel_group o where o.partition_key = f.partition_key and o.flow_id = f.flow_id)
+
 -- name: take_retained
--- Deletes ended executions past their retention and all their rows, the oldest after :since first: only those in :only
--- unless that is null, none of :skipped, and as many as have :frames frames with :bytes bytes together. One with more than that is
+-- Deletes ended executions past their retention and all their rows, the oldest after :since first, up to :until or now: only those in
+-- :only unless that is null, none of :skipped, and as many as have :frames frames with :bytes bytes together. One with more than that is
 -- left: its frames are hidden, and its streams are due for the sweep that deletes hidden frames. One whose frames are hidden already
--- is left until they are deleted, and one with a locked stream is left too. Returns how many were deleted, how many streams and rows
--- of retained were changed, whether some were left because of their streams (has_more), and otherwise the time up to which none is left
--- except locked and skipped ones.
+-- is left until they are deleted, and one with a locked stream is left too. A member of a flow that is not settled is held: it gets an
+-- entry that is due after :recheck_ms. Returns how many were deleted and held, how many streams and rows of retained were changed,
+-- whether some were left because of their streams (has_more), and otherwise the time up to which none is left except locked and skipped
+-- ones.
 -- Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
 with clock as materialized (select ff_now() as now),
 -- Whole rows of retained until :limit executions are reached, each locked as it is read; later rows are not locked.
 batch as materialized (
   select r.*
     from (select r.*, m.nth
-            from (select r.ctid as tid, r.retain_until, r.ended_at, r.partition_key, r.execution_ids
+            from (select r.ctid as tid, r.retain_until, r.ended_at, r.partition_key, r.execution_ids, r.terminal_outcome
                     from clock c
                    cross join lateral (
                          select r.ctid, r.* from retained r
-                          where r.retain_until > :since and r.retain_until <= c.now
+                          where r.retain_until > :since and r.retain_until <= coalesce(:until::bigint, c.now)
                             and not r.execution_ids <@ :skipped::uuid[] and (:only::uuid[] is null or r.execution_ids && :only)
                           order by r.retain_until offset 0) r) r
            cross join lateral (select from retained l where l.ctid = r.tid for update skip locked) l
@@ -24,15 +32,26 @@ batch as materialized (
    where r.nth = 1
 ),
 member as materialized (
-  select b.tid as batch_tid, b.ended_at, b.partition_key, m.execution_id, h.tid, row_number() over () as nth
+  select b.tid as batch_tid, b.retain_until, b.ended_at, b.partition_key, b.terminal_outcome, m.execution_id, h.queue_no,
+         case when not w.is_held then h.tid end as tid, w.is_held, row_number() over () as nth
     from batch b
    cross join lateral unnest(b.execution_ids) as m(execution_id)
     left join lateral (
-         select e.ctid as tid from execution e
+         select e.ctid as tid, e.queue_no, e.flow_id from execution e
           where e.partition_key = b.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
             and e.last_transition_at = b.ended_at
             and m.execution_id <> all(:skipped) and (:only is null or m.execution_id = any(:only))
             for update skip locked) h on true
+    -- The flow of a member is locked, or the member is held. Skipped entirely for an execution outside of flows.
+    left join lateral (
+         select true as is_settled from flow f
+          where h.flow_id is not null and f.partition_key = any(array[b.partition_key]) and f.flow_id = h.flow_id
+            and
+            -- include: settled
+            for share skip locked) s on true
+   cross join lateral (
+         select h.flow_id is not null and s.is_settled is null and exists (
+                select from flow f where f.partition_key = any(array[b.partition_key]) and f.flow_id = h.flow_id) as is_held) w
 ),
 -- Those with streams, which are locked before anything of them is deleted, as the sweep of streams does. The number of the oldest
 -- stored frame of a stream tells how many there are at most, and its frames so far have the same size on average. Skipped entirely if
@@ -73,11 +92,12 @@ deleted as (
   returning partition_key, execution_id, has_tags, terminal_outcome <> 'success' as is_listed, input_payload is null as has_large_input,
             result_payload is null and terminal_outcome = 'success' as may_have_large_result
 ),
--- Members that still exist. The others were already deleted, or replayed and thus ended at another time.
+-- Members that still exist, except those that are held. The others were already deleted, or replayed and thus ended at another time.
 kept as materialized (
   select m.batch_tid, m.execution_id
     from (select m.* from member m
-           where (m.partition_key, m.execution_id) not in (select partition_key, execution_id from deleted) offset 0) m
+           where m.is_held is not true
+             and (m.partition_key, m.execution_id) not in (select partition_key, execution_id from deleted) offset 0) m
    cross join lateral (
          select from execution e
           where e.partition_key = m.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
@@ -93,6 +113,16 @@ left_over as (
     from (select batch_tid, array_agg(execution_id) as execution_ids from kept group by batch_tid) k
    where r.ctid = k.batch_tid and cardinality(k.execution_ids) < cardinality(r.execution_ids)
   returning 1
+),
+held as (
+  insert into retained (retain_until, ended_at, partition_key, execution_ids, queue_no, queue_nos, terminal_outcome)
+  select greatest(m.retain_until, c.now + :recheck_ms::bigint), m.ended_at, m.partition_key, array_agg(m.execution_id),
+         case when min(m.queue_no) = max(m.queue_no) then min(m.queue_no) end,
+         case when min(m.queue_no) < max(m.queue_no) then array_agg(m.queue_no) end, m.terminal_outcome
+    from clock c cross join member m
+   where m.is_held
+   group by c.now, m.retain_until, m.ended_at, m.partition_key, m.terminal_outcome
+  returning cardinality(execution_ids) as members
 ),
 inputs as (
   delete from execution_input i using deleted d
@@ -140,7 +170,7 @@ outcomes as (
                 select k.ctid as tid from idempotency_key k
                  where k.partition_key = d.partition_key and k.operation = 'suspend' and k.scope = d.execution_id offset 0) k
           where exists (select from suspension))))
-select (select count(*) from deleted) as trimmed,
+select (select count(*) from deleted) as trimmed, (select coalesce(sum(members), 0) from held) as held,
        (select count(*) from hidden) + (select count(*) from spent) + (select count(*) from left_over) as changed,
        coalesce((select max(retain_until) from batch), (select now from clock)) as reached,
        exists (select from counted where not fits) as has_more;
@@ -163,6 +193,43 @@ select r.partition_key, m.execution_id
                      and f.attempt_index = s.attempt_index offset 0)
          offset 0)
  order by r.retain_until limit :limit;
+
+-- name: read_retained_end
+-- Up to when the next :size rows of retained after :since are due.
+select max(retain_until) as until
+  from (select retain_until from retained where retain_until > :since order by retain_until limit :size) r;
+
+-- name: list_trimmable
+-- The ended executions whose row of retained is due after :since and up to :until, which ended at least :retention_ms or their own
+-- retention ago, and which have the given namespace and tag, except :skipped and members of flows that are not settled; in the order in
+-- which they are due.
+select r.retain_until, r.partition_key, m.execution_id
+  from (select ff_now() as now offset 0) c
+ cross join lateral (
+       select r.* from retained r
+        where r.retain_until > :since and r.retain_until <= :until
+          and (r.retain_until <= c.now or r.ended_at <= c.now - :retention_ms::bigint)
+        order by r.retain_until offset 0) r
+ cross join lateral unnest(r.execution_ids) as m(execution_id)
+ cross join lateral (
+       select e.partition_key, e.execution_id, e.namespace_no, e.flow_id, e.has_tags from execution e
+        where e.partition_key = r.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
+          and e.last_transition_at = r.ended_at
+          and e.last_transition_at + coalesce(e.retention_ms, :retention_ms) <= c.now limit 1) e
+ where m.execution_id <> all(:skipped::uuid[])
+   and (:namespace::text is null or exists (
+         select from namespace n where n.namespace_no = e.namespace_no and n.namespace = :namespace))
+   and (:tag_key::text is null or (e.has_tags and exists (
+         select from execution_tag t
+          where t.partition_key = e.partition_key and t.execution_id = e.execution_id and t.key = :tag_key
+            and t.value = :tag_value::text)))
+   and (e.flow_id is null or not exists (
+         select from flow f
+          where f.partition_key = e.partition_key and f.flow_id = e.flow_id
+            and not (
+            -- include: settled
+            )))
+ limit :limit;
 
 -- name: hide_frames
 -- Hides the frames of an execution except of locked streams, and makes its streams due for the sweep that deletes hidden frames; returns

@@ -84,6 +84,13 @@ class Graph:
                 if other != flow:
                     raise error("execution_already_in_flow", f"already_member_of_different_flow:{other}")
                 return AlreadyMember(execution_id=member, node_count=locked.node_count), False
+            (left,) = await transaction.fetch(SQL.read_left_edges, **key, flow_id=flow)
+            if left["has_edges"]:
+                raise error(
+                    "execution_already_in_flow",
+                    f"flow {flow} has edges of an earlier member with the id {member}, which is deleted; "
+                    "create the execution with another id",
+                )
             (row,) = await transaction.fetch(SQL.add_member, **key, flow_id=flow)
             outcome = literal(
                 TerminalOutcome, rows[0]["terminal_outcome"], context=f"execution {member}", field="terminal_outcome"

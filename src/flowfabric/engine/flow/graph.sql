@@ -15,6 +15,16 @@ select flow_id, terminal_outcome from execution
  where partition_key = :partition_key and execution_id = :execution_id
    for update;
 
+-- name: read_left_edges
+-- Whether a flow has edges of an execution that is not a member.
+select exists (
+         select from edge e
+          where e.upstream_id = :execution_id and e.partition_key = any(array[:partition_key::smallint]) and e.flow_id = any(array[:flow_id::uuid]))
+    or exists (
+         select from edge e
+          where e.downstream_id = :execution_id and e.partition_key = any(array[:partition_key]) and e.flow_id = any(array[:flow_id]))
+       as has_edges;
+
 -- name: add_member
 -- Makes an execution that the transaction has locked a member of a locked flow; returns the number of members.
 with clock as materialized (select ff_now() as now),

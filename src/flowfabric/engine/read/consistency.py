@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.read.flow_consistency import check_flows, check_members
 from flowfabric.engine.store import Store
 from flowfabric.model.execution import Inconsistency
 from flowfabric.model.ids import ExecutionId, format_execution_id
@@ -48,7 +49,10 @@ class Consistency:
         self._store = store
 
     async def find_inconsistencies(self, *, limit: int = 1000) -> list[Inconsistency]:
-        """Return up to `limit` inconsistencies of stored rows, ordered by execution; this reads every row."""
+        """Return up to `limit` inconsistencies of stored rows: of executions, in order, then of flows.
+
+        This reads every row.
+        """
         limit = check_limit(limit, MAX_LIMIT)
         found: list[Inconsistency] = []
         after: tuple[int, object] = _START
@@ -59,6 +63,7 @@ class Consistency:
                 found += _inconsistencies(
                     await self._store.fetch(SQL.list_orphans, limit=limit - len(found), overdue_ms=OVERDUE_MS)
                 )
+                found += await check_flows(self._store, limit - len(found))
                 break
             after = ends[0]["partition_key"], ends[0]["execution_id"]
             found += await self._check({**start, "last_partition": after[0], "last_id": after[1]}, limit - len(found))
@@ -76,7 +81,8 @@ class Consistency:
                 SQL.list_broken_rules, limit=limit, instance_tag=self._store.rules.instance_tag, **range_
             )
         )
-        return sorted(found, key=lambda one: one.execution_id)
+        found += await check_members(self._store, range_, limit)
+        return sorted(found, key=lambda one: one.execution_id or "")
 
 
 def _problem(words: Mapping[str, str]) -> str | None:

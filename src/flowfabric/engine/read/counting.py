@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from enum import StrEnum
+from uuid import UUID
 
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
@@ -10,6 +11,7 @@ from flowfabric.engine.read.filters import check_lanes, check_states, check_text
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
 from flowfabric.model.execution import ExecutionCount
+from flowfabric.model.ids import parse_uuid
 from flowfabric.model.states import PublicState
 from flowfabric.model.text import shown, word_of
 
@@ -39,6 +41,7 @@ class Counting:
         lane_id: str | Iterable[str] | None = None,
         public_state: PublicState | str | Iterable[PublicState | str] | None = None,
         execution_kind: str | Iterable[str] | None = None,
+        flow_id: UUID | str | None = None,
     ) -> list[ExecutionCount]:
         """Count the executions that match every filter, grouped by lane, state, namespace or kind.
 
@@ -49,17 +52,22 @@ class Counting:
         lanes = check_lanes(lane_id)
         states = check_states(public_state)
         kinds = check_texts(execution_kind, "execution_kind")
-        rows = await self._store.fetch(
-            SQL.count_executions,
-            namespaces=namespaces,
-            lanes=lanes,
-            states=sorted(PublicState if states is None else states),
-            kinds=kinds,
-            by_lane=CountBy.LANE in groups,
-            by_state=CountBy.STATE in groups,
-            by_namespace=CountBy.NAMESPACE in groups,
-            by_kind=CountBy.KIND in groups,
-        )
+        values = {
+            "namespaces": namespaces,
+            "lanes": lanes,
+            "states": sorted(PublicState if states is None else states),
+            "kinds": kinds,
+            "by_lane": CountBy.LANE in groups,
+            "by_state": CountBy.STATE in groups,
+            "by_namespace": CountBy.NAMESPACE in groups,
+            "by_kind": CountBy.KIND in groups,
+        }
+        if flow_id is None:
+            rows = await self._store.fetch(SQL.count_executions, **values)
+        else:
+            rows = await self._store.fetch(
+                SQL.count_executions_of_flow, flow_id=parse_uuid(flow_id, "flow_id"), **values
+            )
         return sorted(map(_count, rows), key=_sort_key)
 
 

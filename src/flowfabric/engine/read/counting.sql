@@ -1,14 +1,34 @@
+-- fragment: wanted
+-- The queues of the given namespaces, lanes and kinds.
+select q.queue_no
+  from queue q
+ where (:namespaces::text[] is null or q.namespace_no in (select namespace_no from namespace where namespace = any(:namespaces)))
+   and (:lanes::text[] is null or q.lane_no in (select lane_no from lane where lane_id = any(:lanes)))
+   and (:kinds::text[] is null or q.kind_no in (select kind_no from kind where execution_kind = any(:kinds)))
+
+-- fragment: groups
+-- The counts of the tally of the wanted queues, with the names of what they are grouped by.
+select l.lane_id, g.public_state, n.namespace, k.execution_kind, g.executions
+  from (select case when :by_lane::boolean then q.lane_no end as lane_no, case when :by_state::boolean then t.public_state end as public_state,
+               case when :by_namespace::boolean then q.namespace_no end as namespace_no,
+               case when :by_kind::boolean then q.kind_no end as kind_no, sum(t.executions)::bigint as executions
+          from tally t
+         cross join lateral (select q.lane_no, q.namespace_no, q.kind_no from queue q where q.queue_no = t.queue_no limit 1) q
+         -- `(... in (...)) is true` makes the planner use a hashed subplan instead of a nested loop.
+         where t.public_state = any(:states) and (t.queue_no in (select queue_no from wanted)) is true
+         group by 1, 2, 3, 4
+        having sum(t.executions) > 0) g
+  left join lane l on l.lane_no = g.lane_no
+  left join namespace n on n.namespace_no = g.namespace_no
+  left join kind k on k.kind_no = g.kind_no
+
 -- name: count_executions
 -- The number of executions of the given namespaces, lanes, kinds and states, grouped by the requested dimensions. One
 -- statement, so that all counts are of one snapshot.
 -- Ended executions are counted from the entries of retained and waiting ones from the entries of ready, without reading
 -- execution rows. The others are looked up.
 with wanted as materialized (
-  select q.queue_no
-    from queue q
-   where (:namespaces::text[] is null or q.namespace_no in (select namespace_no from namespace where namespace = any(:namespaces)))
-     and (:lanes::text[] is null or q.lane_no in (select lane_no from lane where lane_id = any(:lanes)))
-     and (:kinds::text[] is null or q.kind_no in (select kind_no from kind where execution_kind = any(:kinds)))
+  -- include: wanted
 ),
 -- Ids to look up together. Each order by selects the partial index that holds exactly these rows.
 batch as (
@@ -79,16 +99,20 @@ tally as (
          select 'waiting', -1 from ready r where r.route_no = q.route_no and r.queue_no = e.queue_no and r.place = e.place) s
    where w.public_state = any(:states) or ('waiting' = any(:states) and w.public_state in ('active', 'resumable'))
 )
-select l.lane_id, g.public_state, n.namespace, k.execution_kind, g.executions
-  from (select case when :by_lane::boolean then q.lane_no end as lane_no, case when :by_state::boolean then t.public_state end as public_state,
-               case when :by_namespace::boolean then q.namespace_no end as namespace_no,
-               case when :by_kind::boolean then q.kind_no end as kind_no, sum(t.executions)::bigint as executions
-          from tally t
-         cross join lateral (select q.lane_no, q.namespace_no, q.kind_no from queue q where q.queue_no = t.queue_no limit 1) q
-         -- `(... in (...)) is true` makes the planner use a hashed subplan instead of a nested loop.
-         where t.public_state = any(:states) and (t.queue_no in (select queue_no from wanted)) is true
-         group by 1, 2, 3, 4
-        having sum(t.executions) > 0) g
-  left join lane l on l.lane_no = g.lane_no
-  left join namespace n on n.namespace_no = g.namespace_no
-  left join kind k on k.kind_no = g.kind_no;
+-- include: groups
+;
+
+-- name: count_executions_of_flow
+-- The number of members of a flow with the given namespaces, lanes, kinds and states, grouped by the requested dimensions. Reads every
+-- member.
+with wanted as materialized (
+  -- include: wanted
+),
+tally as (
+  select e.queue_no, e.public_state, count(*) as executions
+    from execution e
+   where e.flow_id = :flow_id and e.public_state = any(:states::public_state[])
+   group by e.queue_no, e.public_state
+)
+-- include: groups
+;

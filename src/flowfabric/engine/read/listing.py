@@ -1,8 +1,9 @@
 """Lists of executions, page by page, with any combination of filters.
 
-There are two ways to find a page. A scan reads executions in creation order and keeps those that match: fast if many
-match. A collection reads candidates from small tables, such as the timers, and sorts them: fast if few match. Both are
-tried in turn with budgets that grow fourfold, so a page costs a small multiple of the cheaper way.
+The members of a flow are read from an index in creation order. For other lists there are two ways to find a page. A
+scan reads executions in creation order and keeps those that match: fast if many match. A collection reads candidates
+from small tables, such as the timers, and sorts them: fast if few match. Both are tried in turn with budgets that grow
+fourfold, so a page costs a small multiple of the cheaper way.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,13 +30,14 @@ from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import ExecutionPage, ExecutionSummary
 from flowfabric.model.ids import (
+    ExecutionId,
     FlowId,
     LaneId,
     Namespace,
-    flow_partition,
     format_execution_id,
     parse_execution_id,
     parse_uuid,
+    split_execution_id,
 )
 from flowfabric.model.states import ENDED_STATES, PublicState
 from flowfabric.model.text import check_limit, shown, word_of
@@ -51,6 +53,8 @@ FIRST_FAN_OUT = 64
 """Pairs of namespace and lane that the first step of a scan reads."""
 GROWTH = 4
 MIN_DEPTH = 8
+_LOWEST, _HIGHEST = str(UUID(int=0)), str(UUID(int=2**128 - 1))
+"""The first and the last UUID."""
 
 _COMMON = frozenset({PublicState.WAITING, PublicState.COMPLETED})
 
@@ -130,22 +134,27 @@ class _Query:
     def is_rare(self) -> bool:
         """Whether few executions are likely to match.
 
-        A given tag or flow is rare, and most executions are waiting or completed.
+        A given tag is rare, and most executions are waiting or completed.
         """
         has_rare_states = self.states is not None and self.states.isdisjoint(_COMMON)
-        return self.tag is not None or self.flow_id is not None or has_rare_states
+        return self.tag is not None or has_rare_states
 
     def parameters(self) -> dict[str, object]:
         """The parameters that all statements of a list share."""
         return {
             "states": None if self.states is None else sorted(self.states),
-            "flow_id": self.flow_id,
             "completed_from": self.completed_from,
             "completed_to": self.completed_to,
             "tag_key": None if self.tag is None else self.tag[0],
             "tag_value": None if self.tag is None else self.tag[1],
-            "after_at": None if self.after is None else self.after.created_at,
-            "after_id": None if self.after is None else self.after.execution_id,
+        }
+
+    def position(self) -> dict[str, object]:
+        """The parameters of the last execution of the previous page."""
+        after = self.after
+        return {
+            "after_at": None if after is None else after.created_at,
+            "after_id": None if after is None else after.execution_id,
         }
 
     def collections(self) -> list[_Collection]:
@@ -153,8 +162,6 @@ class _Query:
         found = []
         if self.tag is not None:
             found.append(_Collection(sources=frozenset({"tagged"})))
-        if self.flow_id is not None:
-            found.append(_Collection(sources=frozenset({"partition"})))
         if self.states is not None:
             found.append(_Collection.of_states(self.states))
         return found
@@ -233,6 +240,8 @@ class Listing:
         numbers = await self._numbers(query)
         if numbers.matches_nothing:
             return []
+        if query.flow_id is not None:
+            return await self._find_members(query, numbers, wanted)
         scan = _Scan(self._store, query, numbers, wanted)
         collections = query.collections()
         budget, cap = FIRST_SCAN, FIRST_CAP
@@ -245,6 +254,39 @@ class Listing:
                     return found
             budget, cap = budget * GROWTH, cap * GROWTH
         return scan.found
+
+    async def _find_members(self, query: _Query, numbers: _Numbers, wanted: int) -> list[Record]:
+        """The first matching members of a flow, which has an index in creation order."""
+        is_newest_first = query.order is ListOrder.NEWEST
+        if is_newest_first:
+            at, last = min(query.created_to + 1, MAX_TIME), _LOWEST
+        else:
+            at, last = query.created_from - 1, _HIGHEST
+        if (after := query.after) is not None and (after.created_at < at) is is_newest_first:
+            at, last = after.created_at, split_execution_id(ExecutionId(after.execution_id))[1]
+        found: list[Record] = []
+        depth = wanted
+        while True:
+            rows = await self._store.fetch(
+                SQL.list_newest_members if is_newest_first else SQL.list_oldest_members,
+                flow_id=query.flow_id,
+                namespace_nos=numbers.namespaces,
+                lane_nos=numbers.lanes,
+                queue_nos=numbers.queues,
+                depth=depth,
+                wanted=wanted - len(found),
+                **(
+                    {"created_from": query.created_from, "before_at": at, "before_id": last}
+                    if is_newest_first
+                    else {"created_to": query.created_to, "after_at": at, "after_id": last}
+                ),
+                **query.parameters(),
+            )
+            found += (row for row in rows if row["execution_id"] is not None)
+            at, last = rows[0]["reached_at"], rows[0]["reached_id"]
+            if at is None or len(found) >= wanted:
+                return found
+            depth = min(depth * GROWTH, LONGEST_SCAN)
 
     async def _numbers(self, query: _Query) -> _Numbers:
         """Look up the numbers of the names in the filters."""
@@ -262,7 +304,6 @@ class Listing:
         self, query: _Query, numbers: _Numbers, collection: _Collection, cap: int, wanted: int
     ) -> list[Record] | None:
         """The first matches of a collection, or None if a source has more than cap rows."""
-        flow_id = query.flow_id
         rows = await self._store.fetch(
             SQL.list_candidates,
             sources=sorted(collection.sources),
@@ -274,9 +315,9 @@ class Listing:
             queue_nos=numbers.queues,
             created_from=query.created_from,
             created_to=query.created_to,
-            flow_partition=None if flow_id is None else flow_partition(flow_id, self._store.rules.partitions.flow),
             is_newest_first=query.order is ListOrder.NEWEST,
             **query.parameters(),
+            **query.position(),
         )
         return [row for row in rows if row["execution_id"] is not None] if rows[0]["is_whole"] else None
 
@@ -369,6 +410,7 @@ class _Scan:
             depth=depth,
             wanted=self.wanted - len(self.found),
             **self.query.parameters(),
+            **self.query.position(),
         )
         self.found += (row for row in rows if row["execution_id"] is not None)
         reached: int = self.limit if rows[0]["reached"] is None else rows[0]["reached"]

@@ -38,7 +38,7 @@ select p.namespace_no, p.lane_no, case when :is_newest_first::boolean
 
 -- fragment: row
 -- The columns of an execution that filters and cursors use.
-select e.created_at, e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.queue_no, e.place, e.public_state, e.flow_id,
+select e.created_at, e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.queue_no, e.place, e.public_state,
        case when e.lifecycle_phase = 'terminal' then e.last_transition_at end as completed_at
   from execution e
 
@@ -51,7 +51,6 @@ select x.partition_key, x.execution_id, n.namespace, l.lane_id, k.execution_kind
 -- The filters that every statement applies to an execution x.
 (:queue_nos::int[] is null or x.queue_no in (select unnest(:queue_nos)))
 and (:states::public_state[] is null or x.public_state = any(:states))
-and (:flow_id::uuid is null or x.flow_id = :flow_id)
 and (:completed_from::bigint is null or x.completed_at >= :completed_from)
 and (:completed_to::bigint is null or x.completed_at <= :completed_to)
 and (:tag_key::text is null or (
@@ -177,10 +176,6 @@ with candidate as materialized (
      from suspension
     where 'suspended' = any(:sources) and close_reason is null order by suspended_at limit :cap)
   union all
-  (select 'partition', partition_key, execution_id
-     from execution
-    where 'partition' = any(:sources) and partition_key = :flow_partition order by partition_key, execution_id limit :cap)
-  union all
   (select 'tagged', partition_key, execution_id
      from execution_tag
     where 'tagged' = any(:sources) and key = :tag_key::text and left(value, 128) = left(:tag_value::text, 128) limit :cap)
@@ -216,3 +211,61 @@ select whole.is_whole, found.*
          -- include: names
         order by case when :is_newest_first then x.created_at end desc, case when :is_newest_first then x.id_text end desc,
                  x.created_at, x.id_text) found on true;
+
+-- name: list_newest_members
+-- The matching ones among the next :depth members of a flow before a position, the newest first, and the last position read; null if
+-- there are no more.
+with entry as materialized (
+  -- include: row
+   where e.flow_id = :flow_id and e.created_at >= :created_from
+     and (e.created_at, e.execution_id) < (:before_at::bigint, :before_id::uuid)
+   order by e.created_at desc, e.execution_id desc limit :depth
+),
+reached as materialized (
+  select case when count(*) >= :depth then min(created_at) end as at,
+         case when count(*) >= :depth then (array_agg(execution_id order by created_at, execution_id))[1] end as id
+    from entry
+)
+select reached.at as reached_at, reached.id as reached_id, found.*
+  from reached
+  left join lateral (
+       -- include: summary
+         from (select x.*
+                 from entry x
+                where (:namespace_nos::int[] is null or x.namespace_no = any(:namespace_nos))
+                  and (:lane_nos::int[] is null or x.lane_no = any(:lane_nos))
+                  and
+                  -- include: matching
+                order by x.created_at desc, x.execution_id desc
+                limit :wanted) x
+         -- include: names
+        order by x.created_at desc, x.execution_id desc) found on true;
+
+-- name: list_oldest_members
+-- The matching ones among the next :depth members of a flow after a position, the oldest first, and the last position read; null if
+-- there are no more.
+with entry as materialized (
+  -- include: row
+   where e.flow_id = :flow_id and e.created_at <= :created_to
+     and (e.created_at, e.execution_id) > (:after_at::bigint, :after_id::uuid)
+   order by e.created_at, e.execution_id limit :depth
+),
+reached as materialized (
+  select case when count(*) >= :depth then max(created_at) end as at,
+         case when count(*) >= :depth then (array_agg(execution_id order by created_at desc, execution_id desc))[1] end as id
+    from entry
+)
+select reached.at as reached_at, reached.id as reached_id, found.*
+  from reached
+  left join lateral (
+       -- include: summary
+         from (select x.*
+                 from entry x
+                where (:namespace_nos::int[] is null or x.namespace_no = any(:namespace_nos))
+                  and (:lane_nos::int[] is null or x.lane_no = any(:lane_nos))
+                  and
+                  -- include: matching
+                order by x.created_at, x.execution_id
+                limit :wanted) x
+         -- include: names
+        order by x.created_at, x.execution_id) found on true;

@@ -1,0 +1,59 @@
+-- name: take_flows
+-- Looks at up to :limit flows that retention has to look at, except locked ones. Flows without members whose graph has not changed for
+-- :retention_ms are deleted, with up to :rows edges and as many groups; as long as there are more of these, only they are deleted. Any
+-- other flow is due again when that time is over, or after :recheck_ms if it is already. Returns how many flows were deleted and looked at,
+-- and whether edges or groups are left (has_more).
+with clock as materialized (select ff_now() as now),
+due as materialized (
+  select f.ctid as tid, f.partition_key, f.flow_id, f.live_count, f.last_mutation_at, c.now
+    from clock c
+   cross join lateral (
+         select f.ctid, f.* from flow f where f.retain_until <= c.now order by f.retain_until limit :limit for update skip locked) f
+),
+-- What the flow row says is of the locked row: the graph of a flow changes only under its lock.
+spent as materialized (
+  select d.tid, d.partition_key, d.flow_id
+    from due d
+   where d.live_count <= 0 and d.last_mutation_at + :retention_ms::bigint <= d.now
+     and not exists (select from execution e where e.flow_id = d.flow_id)
+     and not exists (select from cancel_backlog o where o.partition_key = d.partition_key and o.flow_id = d.flow_id)
+     and not exists (select from pending_cancel_group o where o.partition_key = d.partition_key and o.flow_id = d.flow_id)
+),
+edges as materialized (
+  select e.tid
+    from spent s
+   cross join lateral (
+         select e.ctid as tid from edge e
+          where e.partition_key = any(array[s.partition_key]) and e.flow_id = s.flow_id limit :rows) e
+   limit :rows
+),
+groups as materialized (
+  select g.tid
+    from spent s
+   cross join lateral (
+         select g.ctid as tid from edge_group g
+          where g.partition_key = any(array[s.partition_key]) and g.flow_id = s.flow_id limit :rows) g
+   limit :rows
+),
+rest as materialized (
+  select (select count(*) from edges) >= :rows or (select count(*) from groups) >= :rows as has_more
+),
+deleted_edges as (delete from edge where ctid = any(array(select tid from edges))),
+deleted_groups as (delete from edge_group where ctid = any(array(select tid from groups))),
+deleted as (
+  delete from flow where ctid = any(array(select tid from spent where not (select has_more from rest)))
+  returning partition_key, flow_id
+),
+tags as (
+  delete from flow_tag t using deleted d where t.partition_key = any(array[d.partition_key]) and t.flow_id = d.flow_id),
+summaries as (
+  delete from flow_summary s using deleted d where s.partition_key = any(array[d.partition_key]) and s.flow_id = d.flow_id),
+kept as (
+  update flow f
+     set retain_until = case
+           when d.last_mutation_at + :retention_ms > d.now then d.last_mutation_at + :retention_ms
+           else d.now + :recheck_ms::bigint end
+    from due d
+   where f.ctid = d.tid and d.tid not in (select tid from spent)
+)
+select (select count(*) from deleted) as deleted, (select count(*) from due) as looked_at, has_more from rest;
