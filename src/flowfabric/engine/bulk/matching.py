@@ -13,8 +13,8 @@ from typing import Unpack
 from flowfabric.engine.execution.cancel_many import CancelDisposition, CancelMany, CancelResult
 from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.flow.replay import Replays
-from flowfabric.engine.read.filters import ExecutionFilters, check_lanes, check_states, check_texts
-from flowfabric.engine.read.listing import MAX_LIMIT, MAX_TIME, Listing, ListOrder
+from flowfabric.engine.read.filters import MAX_TIME, ExecutionFilters, check_lanes, check_states, check_texts
+from flowfabric.engine.read.listing import MAX_LIMIT, Listing, ListOrder
 from flowfabric.engine.read.view import View
 from flowfabric.model.errors import EngineError, TransportError, error
 from flowfabric.model.execution import BulkResult
