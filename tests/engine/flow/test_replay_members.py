@@ -249,6 +249,25 @@ async def test_a_skipped_member_runs_at_once_if_its_upstream_has_succeeded_since
     await check(engine, connection)
 
 
+async def test_a_chain_of_skipped_members_runs_again_from_its_head(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow
+) -> None:
+    chain = await flow.members(3)
+    for upstream, downstream in zip(chain, chain[1:], strict=False):
+        await flow.connect(upstream, downstream)
+    await end(flow, chain[0], "failed")
+    assert await group(rows, chain[2]) == ("impossible", 0, 0, 1)
+    for execution_id in chain:
+        await engine.replay_execution(execution_id=execution_id)
+    assert await group(rows, chain[2]) == ("pending", 0, 0, 0)
+    assert await states(flow) == (3, 0, "open")
+    await check(engine, connection)
+    for execution_id in chain:
+        await end(flow, execution_id, "success")
+    assert await states(flow) == (0, 0, "completed")
+    await check(engine, connection)
+
+
 @pytest.mark.parametrize(
     "policy", [{"kind": "any_of", "on_satisfied": "let_run"}, {"kind": "quorum", "k": 2, "on_satisfied": "let_run"}]
 )
