@@ -1,5 +1,6 @@
 """Replaying members of flows: what they wait for, and how the flow counts them."""
 
+import itertools
 from typing import Any
 
 import asyncpg
@@ -253,7 +254,7 @@ async def test_a_chain_of_skipped_members_runs_again_from_its_head(
     engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow
 ) -> None:
     chain = await flow.members(3)
-    for upstream, downstream in zip(chain, chain[1:], strict=False):
+    for upstream, downstream in itertools.pairwise(chain):
         await flow.connect(upstream, downstream)
     await end(flow, chain[0], "failed")
     assert await group(rows, chain[2]) == ("impossible", 0, 0, 1)
