@@ -415,6 +415,9 @@ def _service_operations() -> list[Operation]:
         completed,
         lambda e, s: e.replay_execution(execution_id=s.execution_id, reason="x", requested_by="ada"),
     )
+    add("cancel_matching", created, lambda e, s: e.cancel_matching(lane_id=s.lane_id, reason="x"))
+    add("replay_matching", completed, lambda e, s: e.replay_matching(lane_id=s.lane_id, public_state="completed"))
+    add("change_priority_matching", created, lambda e, s: e.change_priority_matching(lane_id=s.lane_id, new_priority=7))
     add("resume_execution", suspended, lambda e, s: e.resume_execution(execution_id=s.execution_id))
     add("expire_suspension", past_wait_timeout, lambda e, s: e.expire_suspension(s.execution_id))
     add(

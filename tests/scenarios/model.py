@@ -42,11 +42,8 @@ class Model:
         if counts_until > self.now:
             first = self.executions[owner]
             # A policy of defaults equals no policy.
-            if (first.kind, first.policy or Policy(), first.required) != (
-                kind,
-                policy or Policy(),
-                frozenset(required),
-            ):
+            same_policy = (first.policy or Policy()) == (policy or Policy())
+            if not same_policy or (first.kind, first.required) != (kind, frozenset(required)):
                 raise Refusal("idempotency_conflict")
             return "Duplicate", owner
         if name in self.executions:
@@ -211,9 +208,8 @@ class Model:
     def start_attempt(self, one: Execution, ttl_ms: int, reason: str | None) -> Answer:
         """Lease an execution for a new attempt."""
         types = {"pending_retry_attempt": "retry", "pending_replay_attempt": "replay"}
-        attempt = Attempt(types.get(one.attempt_state, "initial"), "started", self.now)
-        attempt.previous = len(one.attempts) - 1 if one.attempts else None
-        one.attempts.append(attempt)
+        previous = len(one.attempts) - 1 if one.attempts else None
+        one.attempts.append(Attempt(types.get(one.attempt_state, "initial"), "started", self.now, previous=previous))
         return self._lease(one, "Fresh", ttl_ms, f"acquired {reason}" if reason else "acquired")
 
     def resume(self, one: Execution, ttl_ms: int, reason: str) -> Answer:
