@@ -1,13 +1,10 @@
 """A quorum as a flow: five judges read a draft, the first three verdicts decide, and the other judges are cancelled."""
 
 import asyncio
-from typing import Literal
 
 from flowfabric import Fabric, quorum
 
 fabric = Fabric(lane="judges")
-
-Verdict = Literal["publish", "reject"]
 
 
 @fabric.task
@@ -17,7 +14,7 @@ async def write(topic: str) -> str:
 
 
 @fabric.task
-async def judge(draft: str, number: int) -> Verdict:
+async def judge(draft: str, number: int) -> str:
     """Judge a draft; one judge has no opinion, and one never comes to an end."""
     if number == 0:
         raise ValueError("no opinion")
@@ -27,11 +24,12 @@ async def judge(draft: str, number: int) -> Verdict:
         except asyncio.CancelledError:
             print("judge 4 is cancelled: three verdicts are enough")
             raise
+    await asyncio.sleep(0.2)  # reading
     return "publish" if draft.startswith("Everything") else "reject"
 
 
 @fabric.task
-async def decide(verdicts: list[Verdict]) -> str:
+async def decide(verdicts: list[str]) -> str:
     """Follow the majority of three."""
     return max(verdicts, key=verdicts.count)
 
