@@ -92,9 +92,6 @@ ORDERED: dict[str, set[str]] = {
     "take_old_worker_events": {"worker_event_age"},
     "expire_pending_waitpoints": {"waitpoint_due"},
     "list_pending_waitpoints": {"waitpoint_due"},
-    "list_members": {"execution_flow"},
-    "list_unmet_members": {"execution_flow"},
-    "read_progress": {"execution_flow"},
     "read_due": {
         "timer_due",
         "claim_due",

@@ -91,7 +91,7 @@ class Members:
         after = _FIRST
         while True:
             rows = await self._store.fetch(
-                SQL.list_members, partition_key=partition, flow_id=parsed, after=after, limit=PAGE
+                SQL.list_member_ids, partition_key=partition, flow_id=parsed, after=after, limit=PAGE
             )
             found += [format_execution_id(partition, row["execution_id"]) for row in rows]
             if len(rows) < PAGE:

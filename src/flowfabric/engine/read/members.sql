@@ -8,7 +8,7 @@ select f.flow_kind, f.public_flow_state, f.derived_state, f.live_count, f.node_c
   from flow f
  where f.partition_key = :partition_key and f.flow_id = :flow_id;
 
--- name: list_members
+-- name: list_member_ids
 -- The ids of the members of a flow in ascending order, after a given one.
 select e.execution_id
   from execution e
@@ -25,8 +25,10 @@ with unmet as materialized (
            when 'failed' then 1 when 'expired' then 2
            when 'cancelled' then case when e.cancellation_reason like 'sibling\_quorum\_%' then 5 else 3 end
            else 4 end as rank,
-         not exists (select from edge x where x.upstream_id = e.execution_id and x.partition_key = e.partition_key) as is_final
+         x.edge_id is null as is_final
     from execution e
+    left join lateral (
+         select x.edge_id from edge x where x.upstream_id = e.execution_id and x.partition_key = e.partition_key limit 1) x on true
    where e.flow_id = :flow_id and e.partition_key = :partition_key and e.terminal_outcome in ('failed', 'expired', 'cancelled', 'skipped')
 )
 select u.execution_id, k.execution_kind, u.terminal_outcome::text as terminal_outcome, u.rank <= 3 as is_cause,
