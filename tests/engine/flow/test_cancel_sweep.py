@@ -82,6 +82,7 @@ async def test_acknowledging_the_last_members_at_the_same_time_leaves_no_header(
             await engine.ack_cancel_member(flow.flow_id, first)
         for each in (first, second):
             await engine.cancel_execution(execution_id=each, reason="the next round follows")
+        await parts_of(engine).cascade.drain()
 
 
 async def test_the_sweep_waits_for_the_grace_and_cancels_with_the_stored_reason(
