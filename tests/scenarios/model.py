@@ -390,6 +390,31 @@ class Model:
         self.find(name).replay(self.now)
         return ("Replayed",)
 
+    # Operators.
+
+    def revoke_lease(self, name: str) -> Answer:
+        one = self.find(name)
+        if one.phase != "active":
+            return "AlreadySatisfied", "no_active_lease"
+        if self.mark_if_expired(one) or one.ownership == "lease_expired_reclaimable":
+            return "AlreadySatisfied", "already_expired"
+        if one.ownership == "lease_revoked":
+            return "AlreadySatisfied", "already_revoked"
+        one.ownership, one.blocking = "lease_revoked", "waiting_for_worker"
+        one.attempt_state, one.mutation_at = "attempt_interrupted", self.now
+        one.add_event("revoked x")
+        return ("Revoked",)
+
+    def change_priority(self, name: str, priority: int) -> Answer:
+        one = self.find(name)
+        if one.eligibility != "eligible_now":
+            raise Refusal("execution_not_eligible")
+        clamped = max(0, min(priority, 9000))
+        if clamped != one.priority:
+            one.priority, one.mutation_at = clamped, self.now
+            one.add_event("operator_action priority_changed")
+        return "Changed", name
+
     # Time.
 
     def mark_if_expired(self, one: Execution) -> bool:
