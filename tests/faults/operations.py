@@ -17,6 +17,7 @@ from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
 from flowfabric.model.stream import DurableSummary, Frame
 
+from .flow_calls import cancel_graph, cancel_many, submit_flow
 from .preparations import (
     LARGE_INPUT,
     beside_flow,
@@ -27,6 +28,7 @@ from .preparations import (
     delayed_until,
     due,
     granted,
+    in_ended_flow,
     in_flow,
     keyless,
     lease_expired,
@@ -109,28 +111,6 @@ def _create_many(engine: Engine, subject: Subject, **overrides: Any) -> Awaitabl
 
 def _create_without_ids(engine: Engine, subject: Subject, **overrides: Any) -> Awaitable[object]:
     return engine.create_many([NewExecution(**subject.new(**overrides)) for _ in range(3)])
-
-
-def _submit_flow(engine: Engine, subject: Subject, **overrides: Any) -> Awaitable[object]:
-    fields = ("lane_id", "execution_kind", "input_payload", "creator_identity", "policy")
-    member = {field: subject.new(**LARGE)[field] for field in fields}
-    return engine.submit_flow(
-        flow_kind="dag",
-        namespace="tests",
-        nodes=[
-            {"name": "first", **member, "tags": {"ff.instance_id": "one"}},
-            {"name": "late", **member, "delay_ms": MINUTE},
-            {"name": "last", **member, "execution_deadline_at": delayed_until(subject)},
-        ],
-        edges=[{"upstream": name, "downstream": "last"} for name in ("first", "late")],
-        groups={"last": {"kind": "any_of", "on_satisfied": "let_run"}},
-        tags={"app.key": "value"},
-        **overrides,
-    )
-
-
-def _cancel(cancel: Callable[..., Awaitable[object]], subject: Subject, policy: str) -> Awaitable[object]:
-    return cancel(subject.flow_id, reason="x", cancellation_policy=policy)
 
 
 def _resume_token(subject: Subject) -> ResumeToken:
@@ -259,13 +239,20 @@ def _operations() -> list[Operation]:
     add("set_flow_tags", in_flow, lambda e, s: e.set_flow_tags(s.flow_id, {"app.key": "value", "app.other": "word"}))
     add("submit_flow", nothing, _submit_flow, "without an id", is_idempotent=False)
     add("submit_flow", nothing, lambda e, s: _submit_flow(e, s, flow_id=s.ids[0]), "with an id")
+    add("submit_flow", nothing, submit_flow, "without an id", is_idempotent=False)
+    add("submit_flow", nothing, lambda e, s: submit_flow(e, s, flow_id=s.ids[0]), "with an id")
 
-    add("cancel_flow_header", in_flow, lambda e, s: _cancel(e.cancel_flow_header, s, "cancel_all"))
-    add("cancel_flow_header", running_in_flow, lambda e, s: _cancel(e.cancel_flow_header, s, "cancel_all"), "running")
+    add("cancel_flow_header", in_flow, lambda e, s: cancel_graph(e.cancel_flow_header, s, "cancel_all"))
+    add(
+        "cancel_flow_header",
+        running_in_flow,
+        lambda e, s: cancel_graph(e.cancel_flow_header, s, "cancel_all"),
+        "running",
+    )
     # The members are cancelled in further transactions.
-    add("cancel_flow", in_flow, lambda e, s: _cancel(e.cancel_flow, s, "flow_only"), "of the graph only")
+    add("cancel_flow", in_flow, lambda e, s: cancel_graph(e.cancel_flow, s, "flow_only"), "of the graph only")
     add("ack_cancel_member", owed, lambda e, s: e.ack_cancel_member(s.flow_id, s.execution_id))
-    add("cancel_many", running_in_flow, lambda e, s: parts_of(e).cancel_many.cancel([s.execution_id], reason="x"))
+    add("cancel_many", claimed, cancel_many)
 
     # Claiming.
     add("claim", created, _claim)
@@ -316,6 +303,7 @@ def _operations() -> list[Operation]:
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle))
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle, was_started=False), "not started")
     add("trim", past_retention, lambda e, _: parts_of(e).retention.trim_batch())
+    add("trim_retention", past_retention, lambda e, _: e.trim_retention())
     add("bring_forward", delayed, lambda e, s: parts_of(e).delays.bring_forward(s.handle))
     add("cancel", claimed, lambda e, s: e.cancel(s.handle, "x"))
     add("suspend", claimed, lambda e, s: e.suspend(s.handle, suspend_args(s)))
@@ -385,6 +373,12 @@ def _service_operations() -> list[Operation]:
         lambda e, s: e.expire_execution(s.execution_id, "execution_deadline"),
         "deadline",
     )
+    add("revoke_lease", claimed, lambda e, s: e.revoke_lease(s.execution_id, reason="x"))
+    add("revoke_lease", streaming, lambda e, s: e.revoke_lease(s.execution_id, reason="x"), "with a stream")
+    add("revoke_lease", past_lease, lambda e, s: e.revoke_lease(s.execution_id, reason="x"), "of an expired lease")
+    add("change_priority", created, lambda e, s: e.change_priority(s.execution_id, 7))
+    add("project_flow_summary", in_flow, lambda e, s: e.project_flow_summary(s.flow_id))
+    add("project_due", in_flow, lambda e, _: parts_of(e).flow_summaries.project_due())
     add("mark_lease_expired_if_due", past_lease, lambda e, s: e.mark_lease_expired_if_due(s.execution_id))
     add("set_execution_tag", created, lambda e, s: e.set_execution_tag(s.execution_id, "app.key", "value"))
     add(
@@ -421,6 +415,9 @@ def _service_operations() -> list[Operation]:
         completed,
         lambda e, s: e.replay_execution(execution_id=s.execution_id, reason="x", requested_by="ada"),
     )
+    add("cancel_matching", created, lambda e, s: e.cancel_matching(lane_id=s.lane_id, reason="x"))
+    add("replay_matching", completed, lambda e, s: e.replay_matching(lane_id=s.lane_id, public_state="completed"))
+    add("change_priority_matching", created, lambda e, s: e.change_priority_matching(lane_id=s.lane_id, new_priority=7))
     add("resume_execution", suspended, lambda e, s: e.resume_execution(execution_id=s.execution_id))
     add("expire_suspension", past_wait_timeout, lambda e, s: e.expire_suspension(s.execution_id))
     add(
@@ -508,6 +505,9 @@ def _reads() -> list[Operation]:
     add("list_executions", created, lambda e, s: e.list_executions(lane_id=s.lane_id))
     add("count_executions", completed, lambda e, s: e.count_executions(lane_id=s.lane_id))
     add("find_inconsistencies", completed, lambda e, _: e.find_inconsistencies())
+    add("read_flow_summary", in_flow, lambda e, s: e.read_flow_summary(s.flow_id))
+    add("wait_for_flow", in_ended_flow, lambda e, s: e.wait_for_flow(s.flow_id, 10_000))
+    add("wait_for_flow", in_flow, lambda e, s: e.wait_for_flow(s.flow_id, 50), "until the end of its wait")
     add("wait_for_ending", completed, lambda e, s: e.wait_for_ending(s.execution_id, timeout=10))
     for feed, prepare in {
         "subscribe_completion": completed,

@@ -46,6 +46,13 @@ async def in_flow(subject: Subject) -> None:
     await _add_to_flow(subject)
 
 
+async def in_ended_flow(subject: Subject) -> None:
+    """A flow whose only member is cancelled."""
+    await in_flow(subject)
+    await subject.engine.cancel_execution(execution_id=subject.execution_id, reason="x")
+    assert await subject.engine.wait_for_flow(subject.flow_id, 30_000) is not None
+
+
 async def running_in_flow(subject: Subject) -> None:
     """A member of a flow that a worker has claimed."""
     await claimed(subject)

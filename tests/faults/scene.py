@@ -55,7 +55,7 @@ _EXECUTION_TABLES = (
     "stream_frame",
     "stream_summary",
 )
-_FLOW_TABLES = ("flow", "flow_tag", "edge", "edge_group", "cancel_backlog", "cancel_backlog_member")
+_FLOW_TABLES = ("flow", "flow_tag", "flow_summary", "edge", "edge_group", "cancel_backlog", "cancel_backlog_member")
 _ROWS = f"""
 with own as materialized (
   select e.execution_id from execution e join lane l using (lane_no) where l.lane_id = $1 and e.created_at >= $2)

@@ -14,7 +14,7 @@ from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import catch_up
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.ids import ExecutionId
+from flowfabric.model.ids import ExecutionId, FlowId, mint_for_flow
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.reconcile.sweeps import SWEEPS
 
@@ -74,6 +74,16 @@ async def _ended(scene: Scene) -> ExecutionId:
     return await scene.given.cancelled(lane_id="ended")
 
 
+async def _owed(scene: Scene) -> ExecutionId:
+    flow_id = FlowId(uuid4())
+    execution_id = mint_for_flow(flow_id, parts_of(scene.engine).store.rules.partitions)
+    await scene.engine.create_flow(flow_id, flow_kind="dag", namespace="tests")
+    await scene.given.created(execution_id=execution_id, lane_id="owed")
+    await scene.engine.add_execution_to_flow(flow_id, execution_id)
+    await scene.engine.cancel_flow_header(flow_id, reason="x", cancellation_policy="cancel_all", grace_ms=MINUTE)
+    return execution_id
+
+
 def _shows(column: str, value: str) -> Callable[[Scene, ExecutionId], Awaitable[bool]]:
     async def is_done(scene: Scene, execution_id: ExecutionId) -> bool:
         return (await scene.rows.execution(execution_id))[column] == value  # type: ignore[no-any-return]
@@ -104,6 +114,7 @@ CASES = {
         quarantine="waitpoint_quarantine",
         table="waitpoint",
     ),
+    "cancel_reconciler": Case(make=_owed, is_done=_shows("public_state", "cancelled"), owner="cancel_backlog"),
     "retention_trimmer": Case(make=_ended, is_done=_is_gone, owner="retention"),
 }
 
@@ -113,7 +124,9 @@ UNPOISONED = {
     "claim_grant_expiry",
     "worker_registry_ttl_sweep",
     "worker_identity_trim",
+    "flow_retention",
     "stream_expiry",
+    "flow_projector",
     "event_partitions",
     "outbox_trim",
     "worker_event_trim",

@@ -95,7 +95,7 @@ class NoWait:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitTimeout:
+class WaitUpTo:
     """Return when the members that the policy covers have ended, or raise `timeout` after this time."""
 
     ms: int
@@ -107,7 +107,7 @@ class WaitIndefinite:
 
 
 NO_WAIT = NoWait()
-CancelWait: TypeAlias = NoWait | WaitTimeout | WaitIndefinite
+CancelWait: TypeAlias = NoWait | WaitUpTo | WaitIndefinite
 """Whether `cancel_flow` waits for the members that it cancels."""
 
 

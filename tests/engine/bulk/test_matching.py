@@ -11,7 +11,10 @@ from engine.state import claim, items, new
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.bulk import matching
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.bulk import matching
+from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.parts import parts_of
+from flowfabric.engine.read.listing import Listing
 from flowfabric.model.errors import InvalidInputError, TransportError
 from flowfabric.model.execution import BulkResult
 from flowfabric.model.ids import ExecutionId
@@ -177,7 +180,7 @@ async def test_what_changes_meanwhile_is_refused_alone(
     engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     execution_ids = [await given.failed() for _ in range(5)]
-    listing = parts_of(engine).services[matching.Listing]
+    listing = parts_of(engine).services[Listing]
     list_executions = listing.list_executions
 
     async def race(**arguments: Any) -> Any:
@@ -196,7 +199,7 @@ async def test_executions_created_after_the_start_are_left_alone(
     monkeypatch.setattr(matching, "MAX_LIMIT", 1)
     for _ in range(2):
         await given.created()
-    listing = parts_of(engine).services[matching.Listing]
+    listing = parts_of(engine).services[Listing]
     list_executions = listing.list_executions
     late = []
 
@@ -221,7 +224,7 @@ async def test_a_lost_connection_ends_the_call(engine: Engine, given: Given, mon
         calls += 1
         raise TransportError
 
-    monkeypatch.setattr(parts_of(engine).services[matching.Priority], "change_priority", fail)
+    monkeypatch.setattr(parts_of(engine).services[Priority], "change_priority", fail)
     with pytest.raises(TransportError):
         await engine.change_priority_matching(new_priority=3, lane_id="default")
     assert calls <= matching.CONCURRENCY

@@ -8,7 +8,7 @@ from engine.waits import suspend_args
 from fixtures import Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.flow import FlowNode
+from flowfabric.model.flow import FlowEdge, FlowNode
 from flowfabric.model.ids import ExecutionId, FlowId, flow_partition, format_execution_id, mint_for_flow
 
 LOCK_SUSPENSION = "select from suspension where execution_id = $1 for update"
@@ -41,6 +41,10 @@ class Flow:
         """Make executions members of the flow."""
         for each in execution_ids:
             await self.engine.add_execution_to_flow(self.flow_id, each)
+
+    def mint(self) -> ExecutionId:
+        """An id for a member."""
+        return mint_for_flow(self.flow_id, self._partitions)
 
     async def member(self, make: Callable[..., Awaitable[Any]] | None = None, **overrides: Any) -> Any:
         """What `make`, by default `given.created`, returns for a new member."""
@@ -76,14 +80,20 @@ async def new_flow(given: Given) -> Flow:
     return flow
 
 
-async def submitted_flow(given: Given, count: int) -> Flow:
-    """A new flow with this many members that wait for a worker."""
+async def submitted_flow(given: Given, count: int, edges: Sequence[tuple[str, str]] = ()) -> Flow:
+    """A new flow with this many members, named by their numbers, and edges between them."""
     flow = Flow(given, FlowId(uuid4()))
     nodes = [
         FlowNode(name=str(n), lane_id="default", execution_kind="job", input_payload=b"{}", creator_identity="test")
         for n in range(count)
     ]
-    await given.engine.submit_flow(flow_kind="dag", namespace="tests", nodes=nodes, flow_id=flow.flow_id)
+    await given.engine.submit_flow(
+        flow_kind="dag",
+        namespace="tests",
+        nodes=nodes,
+        flow_id=flow.flow_id,
+        edges=[FlowEdge(upstream=upstream, downstream=downstream) for upstream, downstream in edges],
+    )
     return flow
 
 

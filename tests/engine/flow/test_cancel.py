@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from typing import Any
+from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -20,12 +22,13 @@ from flowfabric.model.flow import (
     FlowCancelled,
     NoWait,
     WaitIndefinite,
-    WaitTimeout,
+    WaitUpTo,
 )
 
 from .conftest import NewFlow
 from .flows import (
     LOCK_SUSPENSION,
+    cancel_owed,
     drained,
     is_settled,
     nothing_owed,
@@ -36,7 +39,7 @@ from .flows import (
 pytestmark = pytest.mark.usefixtures("consistent_rows")
 
 ALL = CancellationPolicy.CANCEL_ALL
-WAITS = (NoWait(), WaitTimeout(60_000), WaitIndefinite())
+WAITS = (NoWait(), WaitUpTo(60_000), WaitIndefinite())
 
 
 async def test_cancel_all_ends_every_member_as_a_cancel_of_its_own_would(
@@ -133,11 +136,11 @@ async def test_a_wait_that_expires_leaves_the_cancel_in_effect(
     locked, members = await suspended_among(flow, given, 2)
     async with connection.transaction():
         await connection.execute(LOCK_SUSPENSION, uuid_of(locked))
-        timeout = await refused(flow.cancel(wait=WaitTimeout(100)), "timeout")
+        timeout = await refused(flow.cancel(wait=WaitUpTo(100)), "timeout")
         assert timeout.detail == {"op": "cancel_flow", "elapsed_ms": 100}
         # A repeated call waits for the members too, and a short one reads once.
         for ms in (0, 50):
-            timeout = await refused(flow.cancel(wait=WaitTimeout(ms)), "timeout")
+            timeout = await refused(flow.cancel(wait=WaitUpTo(ms)), "timeout")
             assert timeout.detail == {"op": "cancel_flow", "elapsed_ms": ms}
     assert await flow.cancel(wait=WaitIndefinite()) == FlowCancelled(
         cancellation_policy=ALL, member_execution_ids=members
@@ -154,10 +157,10 @@ async def test_a_repeated_call_waits_only_for_what_the_stored_policy_covers(
     await flow.members(2)
     await flow.member(given.claimed, lane_id="other")
     await flow.cancel("cancel_pending", wait=WaitIndefinite())
-    answer = await flow.cancel("cancel_all", wait=WaitTimeout(0))
+    answer = await flow.cancel("cancel_all", wait=WaitUpTo(0))
     assert answer.cancellation_policy is CancellationPolicy.CANCEL_PENDING
-    await refused(flow.cancel(wait=WaitTimeout(300_001)), "invalid_input")
-    await refused(flow.cancel(wait=True), "invalid_input", "NoWait, WaitTimeout or WaitIndefinite")
+    await refused(flow.cancel(wait=WaitUpTo(300_001)), "invalid_input")
+    await refused(flow.cancel(wait=True), "invalid_input", "NoWait, WaitUpTo or WaitIndefinite")
 
 
 async def test_a_flow_that_is_gone_ends_the_wait(
@@ -167,13 +170,22 @@ async def test_a_flow_that_is_gone_ends_the_wait(
     await flow.members(1)
     await flow.cancel_header()
     waiting = asyncio.create_task(flow.cancel(wait=WaitIndefinite()))
-    await asyncio.sleep(0)
-    # No operation deletes flows yet.
+    await eventually(lambda: has_polled(connection))
+    # Retention deletes a flow only after its members have ended.
     await connection.execute("delete from flow where flow_id = $1", flow.flow_id)
     await connection.execute("update execution set flow_id = null where flow_id = $1", flow.flow_id)
     assert isinstance(await waiting, FlowCancelled)
     await connection.execute("update cancel_backlog set grace_until = 0")
     assert (await parts_of(engine).cancel_backlog.reconcile_due()).done == 1
+
+
+async def has_polled(connection: asyncpg.Connection) -> bool:
+    """Whether a session of this database has looked for live members of a cancelled flow."""
+    found: bool = await connection.fetchval(
+        """select exists (select from pg_stat_activity where datname = current_database()
+                     and pid <> pg_backend_pid() and query like '/* read_cancellation%')"""
+    )
+    return found
 
 
 async def test_a_worker_stops_a_handler_whose_flow_is_cancelled(
@@ -211,3 +223,50 @@ async def test_a_flow_of_five_thousand_members_is_cancelled_in_seconds(given: Gi
     assert set((await flow.states(rows)).values()) == {"cancelled"}
     await nothing_owed(rows)
     assert seconds < 30
+
+
+async def test_a_cancelled_flow_takes_no_member_and_no_edge(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine
+) -> None:
+    flow = await flows()
+    upstream, downstream = await flow.members(2)
+    await flow.cancel("flow_only")
+    stranger = await given.created(execution_id=flow.mint())
+    edge: dict[str, Any] = {"upstream_execution_id": upstream, "downstream_execution_id": downstream}
+    async with rows.unchanged():
+        await refused(engine.add_execution_to_flow(flow.flow_id, stranger), "flow_already_terminal")
+        await refused(
+            engine.stage_dependency_edge(flow.flow_id, edge_id=uuid4(), expected_graph_revision=2, **edge),
+            "flow_already_terminal",
+        )
+
+
+async def test_members_that_wait_for_others_are_cancelled_and_their_edges_change_nothing(
+    given: Given, rows: Rows, engine: Engine, eventually: Eventually
+) -> None:
+    flow = await submitted_flow(given, 4, edges=[("0", "1"), ("0", "2"), ("1", "3"), ("2", "3")])
+    assert sorted((await flow.states(rows)).values()) == ["waiting", *["waiting_children"] * 3]
+    await flow.cancel_header()
+    assert set((await flow.states(rows)).values()) == {"waiting"}
+    await cancel_owed(engine, flow, sorted(await flow.states(rows)))
+    await eventually(lambda: is_settled(rows, flow))
+    assert set((await flow.states(rows)).values()) == {"cancelled"}
+    for execution_id in await flow.states(rows):
+        assert [event["outcome"] for event in await rows.events(execution_id)] == [CompletionOutcome.CANCELLED]
+    await nothing_owed(rows)
+
+
+async def test_the_operator_feed_reports_the_cancellation_once(flows: NewFlow, engine: Engine, given: Given) -> None:
+    async with engine.subscribe_operator_events() as events:
+        flow = await flows()
+        await flow.members(2)
+        await flow.member(given.completed, lane_id="other")
+        for _ in range(2):
+            await flow.cancel_header()
+        found = [await anext(events) for _ in range(2)]
+    assert [event.event_type for event in found] == ["flow_cancel_requested", "flow_state_changed"]
+    assert {event.execution_id for event in found} == {str(flow.flow_id)}
+    details = {"flow_id": str(flow.flow_id), "cancellation_policy": "cancel_all", "reason": "not wanted"}
+    assert found[0].details == {**details, "member_count": 2}
+    assert found[1].details == {"flow_id": str(flow.flow_id), "from": "open", "to": "cancelled"}
+    await cancel_owed(engine, flow, (await flow.cancel_header()).member_execution_ids)

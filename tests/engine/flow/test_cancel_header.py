@@ -56,7 +56,7 @@ async def member_in(state: str, flow: Flow, given: Given, connection: asyncpg.Co
             return (await flow.member(given.reclaimable, lane_id=state)).execution_id
         case "revoked":
             handle = await flow.member(given.claimed, lane_id=state)
-            await revoke(connection, handle.execution_id)
+            await revoke(given.engine, handle.execution_id)
             return handle.execution_id
         case "reclaim granted":
             handle = await flow.member(given.reclaimable, lane_id=state)

@@ -22,6 +22,7 @@ from flowfabric.engine.lease.claim_named import Lease, NamedClaims
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.flow import (
+    Added,
     CancellationPolicy,
     CancellationScheduled,
     FlowAlreadyTerminal,
@@ -236,4 +237,29 @@ async def test_shutdown_prepare_ends_waits_for_members(
             for waiting in (first, second):
                 await refused(waiting, "unavailable", "the flow is cancelled")
         await closing.shutdown_prepare(60_000)
+    await nothing_owed(rows)
+
+
+async def test_a_member_added_during_a_cancel_is_cancelled_with_it_or_refused(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine, engines: Engines
+) -> None:
+    other = await engines()
+    for _ in rounds(5, whole=30):
+        flow = await flows()
+        members = await flow.members(2)
+        late = [await given.created(execution_id=flow.mint()) for _ in range(3)]
+        answer, *added = await asyncio.gather(
+            flow.cancel(wait=WaitIndefinite()),
+            *(other.add_execution_to_flow(flow.flow_id, each) for each in late),
+            return_exceptions=True,
+        )
+        assert isinstance(answer, FlowCancelled), answer
+        joined = [each for each, one in zip(late, added, strict=True) if isinstance(one, Added)]
+        codes = [one.code for one in added if isinstance(one, EngineError)]
+        assert codes == ["flow_already_terminal"] * (len(late) - len(joined))
+        assert answer.member_execution_ids == sorted([*members, *joined])
+        for each in late:
+            state = await engine.read_execution_state(each)
+            assert state == ("cancelled" if each in joined else "waiting")
+            await engine.cancel_execution(execution_id=each, reason="the next round follows")
     await nothing_owed(rows)

@@ -370,7 +370,7 @@ BY_ANYONE: dict[str, Row] = {
     "change_priority": whole(
         each(EVERY, NOT_ELIGIBLE),
         NOT_FOUND,
-        each((*NEW, "retryable", "resumable", "granted", "grant_expired", "resume_granted"), REPRIORITIZED),
+        each((*NEW, *AGAIN, "resumable", "granted", "grant_expired", "resume_granted"), REPRIORITIZED),
     ),
     "promote_delayed": whole(
         each(EVERY, Same("not_delayed")),

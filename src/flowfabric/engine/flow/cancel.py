@@ -30,7 +30,7 @@ from flowfabric.model.flow import (
     NoWait,
     PartiallyCancelled,
     WaitIndefinite,
-    WaitTimeout,
+    WaitUpTo,
     check_cancel_grace,
     covers,
     parse_cancellation_policy,
@@ -271,13 +271,13 @@ def _wait_seconds(wait: object) -> float | None:
     match wait:
         case NoWait():
             return None
-        case WaitTimeout(ms):
+        case WaitUpTo(ms):
             check_range(ms, "wait", 0, MAX_WAIT_MS)
             return ms / 1000
         case WaitIndefinite():
             return MAX_WAIT_MS / 1000
         case _:
-            raise error("invalid_input", f"wait: expected NoWait, WaitTimeout or WaitIndefinite, got {shown(wait)}")
+            raise error("invalid_input", f"wait: expected NoWait, WaitUpTo or WaitIndefinite, got {shown(wait)}")
 
 
 def _log_failure(task: "asyncio.Task[list[ExecutionId]]") -> None:
