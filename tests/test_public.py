@@ -110,10 +110,12 @@ async def test_an_editor_completes_only_operations_of_an_engine(engine: Engine) 
         "find_inconsistencies",
         "list_attempts",
         "read_execution_status",
+        "read_flow_summary",
         "replay_matching",
         "set_lane_state",
         "settings",
         "wait_for_ending",
+        "wait_for_flow",
     }
 
 

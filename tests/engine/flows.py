@@ -49,4 +49,5 @@ def stop_cascade(engine: Engine) -> None:
 
 async def settle(engine: Engine, flow_id: FlowId) -> None:
     """Settle the queued ends of members of a flow."""
+    await parts_of(engine).cascade.drain()
     await parts_of(engine).cascade.settle_flow(partition_of(engine, flow_id), flow_id)

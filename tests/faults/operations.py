@@ -11,6 +11,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureReason
+from flowfabric.model.edge import Incoming, OnSatisfied, Quorum
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
@@ -19,6 +20,7 @@ from flowfabric.model.stream import DurableSummary, Frame
 from .flow_calls import cancel_graph, cancel_many, submit_flow
 from .preparations import (
     LARGE_INPUT,
+    beside_flow,
     claimed,
     completed,
     created,
@@ -26,6 +28,7 @@ from .preparations import (
     delayed_until,
     due,
     granted,
+    in_ended_flow,
     in_flow,
     keyless,
     lease_expired,
@@ -52,7 +55,11 @@ from .preparations import (
     suspended,
     tagged,
     waiting_for_run_signal,
+    with_dependency,
+    with_ended_upstream,
     with_expired_stream,
+    with_staged_edge,
+    with_upstream,
     with_waitpoint,
 )
 from .scene import LEASE_MS, MINUTE, SECRET, WORKER, Subject
@@ -205,6 +212,33 @@ def _operations() -> list[Operation]:
     add("create_many", nothing, lambda e, s: _create_many(e, s, tags={"app.key": "value"}), "with ids and tags")
 
     # Flows.
+    add("create_flow", nothing, lambda e, s: e.create_flow(s.ids[0], flow_kind=s.name, namespace="tests"))
+    add("add_execution_to_flow", beside_flow, lambda e, s: e.add_execution_to_flow(s.flow_id, s.execution_id))
+    add(
+        "stage_dependency_edge",
+        with_upstream,
+        lambda e, s: e.stage_dependency_edge(s.flow_id, **s.edge, expected_graph_revision=2),
+    )
+    add(
+        "apply_dependency_to_child",
+        with_staged_edge,
+        lambda e, s: e.apply_dependency_to_child(s.flow_id, **s.edge, graph_revision=3),
+    )
+    add(
+        "apply_dependency_to_child",
+        with_ended_upstream,
+        lambda e, s: e.apply_dependency_to_child(s.flow_id, **s.edge, graph_revision=3),
+        "after its upstream execution",
+    )
+    add(
+        "set_edge_group_policy",
+        in_flow,
+        lambda e, s: e.set_edge_group_policy(s.flow_id, s.execution_id, Quorum(2, OnSatisfied.LET_RUN)),
+    )
+    add("set_flow_tag", in_flow, lambda e, s: e.set_flow_tag(s.flow_id, "app.key", "value"))
+    add("set_flow_tags", in_flow, lambda e, s: e.set_flow_tags(s.flow_id, {"app.key": "value", "app.other": "word"}))
+    add("submit_flow", nothing, _submit_flow, "without an id", is_idempotent=False)
+    add("submit_flow", nothing, lambda e, s: _submit_flow(e, s, flow_id=s.ids[0]), "with an id")
     add("submit_flow", nothing, submit_flow, "without an id", is_idempotent=False)
     add("submit_flow", nothing, lambda e, s: submit_flow(e, s, flow_id=s.ids[0]), "with an id")
 
@@ -265,9 +299,11 @@ def _operations() -> list[Operation]:
     add("fail_execution", claimed, lambda e, s: e.fail_execution(**s.fence, failure_reason="x"))
     add("delay", claimed, lambda e, s: e.delay(s.handle, delayed_until(s)))
     add("wait_children", claimed, lambda e, s: e.wait_children(s.handle))
+    add("wait_children", with_dependency, lambda e, s: e.wait_children(s.handle), "with a dependency")
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle))
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle, was_started=False), "not started")
     add("trim", past_retention, lambda e, _: parts_of(e).retention.trim_batch())
+    add("trim_retention", past_retention, lambda e, _: e.trim_retention())
     add("bring_forward", delayed, lambda e, s: parts_of(e).delays.bring_forward(s.handle))
     add("cancel", claimed, lambda e, s: e.cancel(s.handle, "x"))
     add("suspend", claimed, lambda e, s: e.suspend(s.handle, suspend_args(s)))
@@ -337,6 +373,12 @@ def _service_operations() -> list[Operation]:
         lambda e, s: e.expire_execution(s.execution_id, "execution_deadline"),
         "deadline",
     )
+    add("revoke_lease", claimed, lambda e, s: e.revoke_lease(s.execution_id, reason="x"))
+    add("revoke_lease", streaming, lambda e, s: e.revoke_lease(s.execution_id, reason="x"), "with a stream")
+    add("revoke_lease", past_lease, lambda e, s: e.revoke_lease(s.execution_id, reason="x"), "of an expired lease")
+    add("change_priority", created, lambda e, s: e.change_priority(s.execution_id, 7))
+    add("project_flow_summary", in_flow, lambda e, s: e.project_flow_summary(s.flow_id))
+    add("project_due", in_flow, lambda e, _: parts_of(e).flow_summaries.project_due())
     add("mark_lease_expired_if_due", past_lease, lambda e, s: e.mark_lease_expired_if_due(s.execution_id))
     add("set_execution_tag", created, lambda e, s: e.set_execution_tag(s.execution_id, "app.key", "value"))
     add(
@@ -373,6 +415,9 @@ def _service_operations() -> list[Operation]:
         completed,
         lambda e, s: e.replay_execution(execution_id=s.execution_id, reason="x", requested_by="ada"),
     )
+    add("cancel_matching", created, lambda e, s: e.cancel_matching(lane_id=s.lane_id, reason="x"))
+    add("replay_matching", completed, lambda e, s: e.replay_matching(lane_id=s.lane_id, public_state="completed"))
+    add("change_priority_matching", created, lambda e, s: e.change_priority_matching(lane_id=s.lane_id, new_priority=7))
     add("resume_execution", suspended, lambda e, s: e.resume_execution(execution_id=s.execution_id))
     add("expire_suspension", past_wait_timeout, lambda e, s: e.expire_suspension(s.execution_id))
     add(
@@ -413,6 +458,16 @@ def _reads() -> list[Operation]:
         found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, is_read=True))
 
     add("scan_eligible_executions", created, lambda e, s: e.scan_eligible_executions(lane_id=s.lane_id))
+    add("describe_flow", with_staged_edge, lambda e, s: e.describe_flow(s.flow_id))
+    add("describe_edge", with_staged_edge, lambda e, s: e.describe_edge(s.flow_id, s.ids[0]))
+    add("list_edges", with_staged_edge, lambda e, s: e.list_edges(s.flow_id, Incoming(s.execution_id)))
+    add("list_flows", in_flow, lambda e, _: e.list_flows(tag=("app.key", "value")))
+    add("get_flow_tag", in_flow, lambda e, s: e.get_flow_tag(s.flow_id, "app.key"))
+    add(
+        "evaluate_flow_eligibility",
+        with_staged_edge,
+        lambda e, s: e.evaluate_flow_eligibility(s.execution_id),
+    )
     add("list_expired_leases", lease_expired, lambda e, _: e.list_expired_leases())
     add(
         "read_waitpoint_token",
@@ -450,6 +505,9 @@ def _reads() -> list[Operation]:
     add("list_executions", created, lambda e, s: e.list_executions(lane_id=s.lane_id))
     add("count_executions", completed, lambda e, s: e.count_executions(lane_id=s.lane_id))
     add("find_inconsistencies", completed, lambda e, _: e.find_inconsistencies())
+    add("read_flow_summary", in_flow, lambda e, s: e.read_flow_summary(s.flow_id))
+    add("wait_for_flow", in_ended_flow, lambda e, s: e.wait_for_flow(s.flow_id, 10_000))
+    add("wait_for_flow", in_flow, lambda e, s: e.wait_for_flow(s.flow_id, 50), "until the end of its wait")
     add("wait_for_ending", completed, lambda e, s: e.wait_for_ending(s.execution_id, timeout=10))
     for feed, prepare in {
         "subscribe_completion": completed,

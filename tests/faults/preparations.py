@@ -3,9 +3,10 @@
 from typing import Any
 from uuid import uuid4
 
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import ByName, Single
 from flowfabric.model.grant import Granted
-from flowfabric.model.ids import FlowId, flow_partition, split_execution_id
+from flowfabric.model.ids import FlowId, flow_partition, format_execution_id, split_execution_id
 from flowfabric.model.stream import DurableSummary, Frame
 from flowfabric.model.suspension import SuspendArgs, Suspended
 from flowfabric.model.waitpoint import Fresh
@@ -45,6 +46,13 @@ async def in_flow(subject: Subject) -> None:
     await _add_to_flow(subject)
 
 
+async def in_ended_flow(subject: Subject) -> None:
+    """A flow whose only member is cancelled."""
+    await in_flow(subject)
+    await subject.engine.cancel_execution(execution_id=subject.execution_id, reason="x")
+    assert await subject.engine.wait_for_flow(subject.flow_id, 30_000) is not None
+
+
 async def running_in_flow(subject: Subject) -> None:
     """A member of a flow that a worker has claimed."""
     await claimed(subject)
@@ -57,14 +65,60 @@ async def owed(subject: Subject) -> None:
     await subject.engine.cancel_flow_header(subject.flow_id, reason="x", cancellation_policy="cancel_all")
 
 
+async def beside_flow(subject: Subject) -> None:
+    """An execution, and a flow that it may join."""
+    await created(subject)
+    await _create_flow(subject)
+
+
+async def with_upstream(subject: Subject) -> None:
+    """A member of a flow, and a second one."""
+    await in_flow(subject)
+    await _add_upstream(subject)
+
+
+async def with_staged_edge(subject: Subject) -> None:
+    """A member of a flow with an edge to it that is not applied."""
+    await with_upstream(subject)
+    await subject.engine.stage_dependency_edge(subject.flow_id, **subject.edge, expected_graph_revision=2)
+
+
+async def with_ended_upstream(subject: Subject) -> None:
+    """A member of a flow with an edge to it that is not applied, from a member that has succeeded."""
+    await with_staged_edge(subject)
+    named = {"execution_id": subject.upstream_id, "lane_id": subject.lane_id}
+    await subject.engine.issue_grant_and_claim(**named, lease_duration_ms=LEASE_MS)
+    await subject.engine.complete_execution(execution_id=subject.upstream_id, payload=b"x", source="operator_override")
+    await parts_of(subject.engine).cascade.drain()
+
+
+async def with_dependency(subject: Subject) -> None:
+    """A running member of a flow that depends on another member."""
+    await running_in_flow(subject)
+    await _add_upstream(subject)
+    await subject.engine.stage_dependency_edge(subject.flow_id, **subject.edge, expected_graph_revision=2)
+    await subject.engine.apply_dependency_to_child(subject.flow_id, **subject.edge, graph_revision=3)
+
+
+async def _add_upstream(subject: Subject) -> None:
+    partition, _ = split_execution_id(subject.execution_id)
+    subject.upstream_id = format_execution_id(partition, subject.ids[1])
+    await subject.engine.create_execution(**subject.new(execution_id=subject.upstream_id))
+    await subject.engine.add_execution_to_flow(subject.flow_id, subject.upstream_id)
+
+
 async def _add_to_flow(subject: Subject) -> None:
+    await _create_flow(subject)
+    await subject.engine.add_execution_to_flow(subject.flow_id, subject.execution_id)
+
+
+async def _create_flow(subject: Subject) -> None:
     partition, _ = split_execution_id(subject.execution_id)
     count = subject.engine.settings.flow_partitions
     subject.flow_id = next(
         flow_id for flow_id in iter(lambda: FlowId(uuid4()), None) if flow_partition(flow_id, count) == partition
     )
     await subject.engine.create_flow(subject.flow_id, flow_kind="dag", namespace="tests")
-    await subject.engine.add_execution_to_flow(subject.flow_id, subject.execution_id)
 
 
 async def streaming(subject: Subject, **overrides: Any) -> None:

@@ -55,7 +55,7 @@ _EXECUTION_TABLES = (
     "stream_frame",
     "stream_summary",
 )
-_FLOW_TABLES = ("flow", "flow_tag", "edge", "edge_group", "cancel_backlog", "cancel_backlog_member")
+_FLOW_TABLES = ("flow", "flow_tag", "flow_summary", "edge", "edge_group", "cancel_backlog", "cancel_backlog_member")
 _ROWS = f"""
 with own as materialized (
   select e.execution_id from execution e join lane l using (lane_no) where l.lane_id = $1 and e.created_at >= $2)
@@ -83,6 +83,7 @@ union all select 'idempotency_key', to_jsonb(t)::text from idempotency_key t
  where t.subject_id in (select execution_id from own)
     or t.scope in (select w.waitpoint_id from waitpoint w join own using (execution_id))
 union all select 'lane', state::text from lane where lane_id = $1 and state <> 'active'
+union all select 'flow', to_jsonb(t)::text from flow t where t.flow_kind = $3
 union all select 'worker', to_jsonb(t)::text from worker t where t.worker_instance_id = $3
 union all select 'worker_event', to_jsonb(t)::text from worker_event t where t.worker_instance_id = $3
 union all select 'signing_key', is_current || ' ' || (expires_at is null) from signing_key where kid = $4
@@ -112,6 +113,7 @@ class Subject:
         """A unique name."""
         self.execution_id = ExecutionId(f"{{fp:1}}:{uuid4()}")
         self.flow_id: FlowId
+        self.upstream_id: ExecutionId
         self.handle: Handle
         self.grant: Granted
         self.wait: SuspendDetails
@@ -124,6 +126,15 @@ class Subject:
     def named(self) -> dict[str, Any]:
         """The arguments that name the execution and its lane."""
         return {"execution_id": self.execution_id, "lane_id": self.lane_id}
+
+    @property
+    def edge(self) -> dict[str, Any]:
+        """The arguments that name an edge from the upstream execution to the subject's."""
+        return {
+            "edge_id": self.ids[0],
+            "upstream_execution_id": self.upstream_id,
+            "downstream_execution_id": self.execution_id,
+        }
 
     @property
     def triple(self) -> dict[str, Any]:
@@ -190,7 +201,12 @@ class Scene:
         query = """select '{fp:' || e.partition_key || '}:' || e.execution_id from execution e join lane using (lane_no)
                     where lane_id = $1 and lifecycle_phase <> 'terminal'"""
         for (execution_id,) in await self._connection.fetch(query, subject.lane_id):
-            await self.engine.cancel_execution(execution_id=execution_id, reason="clean up")
+            try:
+                await self.engine.cancel_execution(execution_id=execution_id, reason="clean up")
+            except EngineError as error:
+                # The end of another member of its flow has just ended it.
+                if error.code != "execution_not_active":
+                    raise
         if await self._connection.fetchval(
             "select true from lane where lane_id = $1 and state <> 'active'", subject.lane_id
         ):

@@ -53,11 +53,18 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "stream_frame": (EXECUTION,),
     "stream_summary": (EXECUTION,),
     "flow": (("partition_key", "flow_id"),),
+    "flow_tag": (("partition_key", "flow_id"),),
     "flow_summary": (("partition_key", "flow_id"),),
+    "edge": (("partition_key", "flow_id"), ("upstream_id",), ("downstream_id",)),
+    "edge_group": (("partition_key", "flow_id"),),
+    "pending_cancel_group": (("partition_key", "flow_id"),),
+    "cancel_backlog": (("partition_key", "flow_id"),),
+    "cancel_backlog_member": (("partition_key", "flow_id"),),
+    "cascade_entry": (("partition_key", "event_id"),),
     "worker": (("partition_key", "namespace", "worker_instance_id"),),
     "worker_event": (("partition_key", "namespace", "worker_instance_id"),),
 }
-"""The tables that grow, and the columns that identify one row, or the few rows of one execution or waitpoint."""
+"""The tables that grow, and the columns that identify one row, or the rows of one execution, waitpoint or flow."""
 
 ORDERED: dict[str, set[str]] = {
     "claim_by_route": {"ready_route"},
@@ -73,6 +80,9 @@ ORDERED: dict[str, set[str]] = {
     "take_spent_claims": {"claim_due"},
     "take_retained": {"retained_due"},
     "list_retained": {"retained_due"},
+    "read_retained_end": {"retained_due"},
+    "list_trimmable": {"retained_due"},
+    "take_flows": {"flow_retained"},
     "take_hidden_frames": {"stream_due"},
     "list_due_streams": {"stream_due"},
     "list_due_flows": {"flow_due"},
@@ -110,6 +120,10 @@ READERS = {
     "list_with_vector",
     "list_broken_rules",
     "list_orphans",
+    "list_broken_members",
+    "read_flow_range_end",
+    "list_broken_flows",
+    "list_flow_orphans",
     "take_old_identities",
 }
 """Statements that scan a table: lists, counts, consistency checks, and scans of the few claims."""
@@ -194,7 +208,7 @@ async def test_rows_are_found_by_their_keys_whatever_the_planner_knows(planner: 
                 wrong.append(f"{name}: {how} on {table} {condition}")
             else:
                 ordered[name].add(using[1])
-    assert wrong == []
+    assert wrong == [], "\n".join(wrong)
     assert ordered == ORDERED
     assert count > 150
 

@@ -35,7 +35,7 @@ def test_every_stored_outcome_is_reported_by_its_word() -> None:
 )
 def test_an_outcome_is_of_one_of_four_kinds(outcome: str, kind: CompletionKind) -> None:
     event = CompletionEvent(
-        cursor=b"", execution_id=ExecutionId("x"), at=0, outcome=ReportedOutcome(outcome), flow_id=None
+        cursor=b"", execution_id=ExecutionId("x"), at=0, outcome=ReportedOutcome(outcome), flow_id=None, event_id=1
     )
     assert event.kind is kind
 

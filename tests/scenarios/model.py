@@ -42,11 +42,8 @@ class Model:
         if counts_until > self.now:
             first = self.executions[owner]
             # A policy of defaults equals no policy.
-            if (first.kind, first.policy or Policy(), first.required) != (
-                kind,
-                policy or Policy(),
-                frozenset(required),
-            ):
+            same_policy = (first.policy or Policy()) == (policy or Policy())
+            if not same_policy or (first.kind, first.required) != (kind, frozenset(required)):
                 raise Refusal("idempotency_conflict")
             return "Duplicate", owner
         if name in self.executions:
@@ -211,9 +208,8 @@ class Model:
     def start_attempt(self, one: Execution, ttl_ms: int, reason: str | None) -> Answer:
         """Lease an execution for a new attempt."""
         types = {"pending_retry_attempt": "retry", "pending_replay_attempt": "replay"}
-        attempt = Attempt(types.get(one.attempt_state, "initial"), "started", self.now)
-        attempt.previous = len(one.attempts) - 1 if one.attempts else None
-        one.attempts.append(attempt)
+        previous = len(one.attempts) - 1 if one.attempts else None
+        one.attempts.append(Attempt(types.get(one.attempt_state, "initial"), "started", self.now, previous=previous))
         return self._lease(one, "Fresh", ttl_ms, f"acquired {reason}" if reason else "acquired")
 
     def resume(self, one: Execution, ttl_ms: int, reason: str) -> Answer:
@@ -393,6 +389,31 @@ class Model:
     def replay_execution(self, name: str) -> Answer:
         self.find(name).replay(self.now)
         return ("Replayed",)
+
+    # Operators.
+
+    def revoke_lease(self, name: str) -> Answer:
+        one = self.find(name)
+        if one.phase != "active":
+            return "AlreadySatisfied", "no_active_lease"
+        if self.mark_if_expired(one) or one.ownership == "lease_expired_reclaimable":
+            return "AlreadySatisfied", "already_expired"
+        if one.ownership == "lease_revoked":
+            return "AlreadySatisfied", "already_revoked"
+        one.ownership, one.blocking = "lease_revoked", "waiting_for_worker"
+        one.attempt_state, one.mutation_at = "attempt_interrupted", self.now
+        one.add_event("revoked x")
+        return ("Revoked",)
+
+    def change_priority(self, name: str, priority: int) -> Answer:
+        one = self.find(name)
+        if one.eligibility != "eligible_now":
+            raise Refusal("execution_not_eligible")
+        clamped = max(0, min(priority, 9000))
+        if clamped != one.priority:
+            one.priority, one.mutation_at = clamped, self.now
+            one.add_event("operator_action priority_changed")
+        return "Changed", name
 
     # Time.
 

@@ -409,6 +409,18 @@ class EngineAgainstModel(RuleBasedStateMachine):
     def wait_longer(self, ms: int) -> None:
         self.wait(ms)
 
+    @step(which=NAMES, how=CALLS)
+    def revoke_lease(self, which: int, how: str) -> None:
+        name = self.name(which, lambda one: one.ownership == "leased")
+        self.both(lambda: self.model.revoke_lease(name), lambda: self.engine.revoke_lease(name, reason="x"), how=how)
+
+    @step(which=NAMES, priority=(-1, 5, 20_000))
+    def change_priority(self, which: int, priority: int) -> None:
+        name = self.name(which, lambda one: one.eligibility == "eligible_now")
+        self.both(
+            lambda: self.model.change_priority(name, priority), lambda: self.engine.change_priority(name, priority)
+        )
+
     @step(which=NAMES, phase=("attempt_timeout", "execution_deadline"))
     def expire_execution(self, which: int, phase: str) -> None:
         name = self.name(which, lambda one: one.timeout_at if phase == "attempt_timeout" else one.deadline_at)

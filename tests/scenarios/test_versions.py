@@ -4,12 +4,14 @@ import asyncio
 import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import asyncpg
 import pytest
 
 from engine.event.following import take
+from engine.flow.graphs import BuiltFlow
 from engine.state import all_cases, claim, new, refused
 from engine.stream.writing import STREAM_TABLES, append, patch, payloads
 from engine.waits import suspend_run
@@ -18,8 +20,11 @@ from flowfabric.db.migrate import FOLDER, load_migrations, migrate
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.execution import Created, Duplicate
+from flowfabric.model.flow import FlowEnded, FlowStatus
 from flowfabric.model.handle import Handle
-from flowfabric.model.lease import Completed, Renewed, RetryScheduled
+from flowfabric.model.lease import Completed, Renewed, RetryScheduled, Revoked
+from flowfabric.model.states import HandleKind
+from flowfabric.model.stream import DurableSummary, Frame
 from flowfabric.model.support import NothingToPrepare
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.settings import Settings
@@ -133,7 +138,7 @@ async def test_a_process_does_not_start_on_a_newer_breaking_schema(url: str, rel
                 assert (refusal.value.code, refusal.value.retryable) == ("unavailable", False)
 
 
-# The previous version, which has no streams and no feeds, beside this one.
+# The previous version, which has no flows, beside this one.
 
 
 @pytest.fixture(scope="session")
@@ -166,7 +171,7 @@ async def claimed_by(previous: PreviousVersion, lane: str) -> Handle:
     return handle
 
 
-async def test_the_previous_version_ends_what_this_version_streams_and_both_go_on(
+async def test_both_versions_write_to_the_streams_of_an_attempt_and_end_them(
     engine: Engine,
     given: Given,
     clock: Clock,
@@ -189,11 +194,19 @@ async def test_the_previous_version_ends_what_this_version_streams_and_both_go_o
             await patch(engine, handle, '{"a": 1}')
 
         async with started(source, url, tmp_path / "first.log") as previous:
-            # It runs work of its own, on the same lanes.
+            # It appends to streams of this version, and this version to streams of its own.
+            for handle in handles:
+                assert (await previous("append_frame", handle, Frame(bytes=b"y"))).frame_count == 3
+                merged = await previous("append_frame", handle, Frame(bytes=b'{"b": 2}', mode=DurableSummary()))
+                assert merged.summary_version == 2
             made = await previous("create_execution", **new(lane_id="made"))
             own = await claimed_by(previous, "made")
             assert own.execution_id == made.execution_id
-            await append(engine, own)
+            await previous("append_frame", own, Frame(bytes=b"y"))
+            assert (await append(engine, own)).frame_count == 2
+            found = await previous("tail_stream", own.execution_id, 0, block_ms=1_000)
+            assert [frame.payload for frame in found.frames] == [b"y", b"x"]
+            # Its ends close the streams.
             await previous("complete", own, b"")
             await previous("complete", completed, b"")
             await previous("cancel_execution", execution_id=cancelled.execution_id, reason="not wanted")
@@ -220,6 +233,7 @@ async def test_the_previous_version_ends_what_this_version_streams_and_both_go_o
             await clock.advance(ms=30_000)
             await previous("catch_up")
             for handle in (lost, reclaimed):
+                assert (await engine.read_stream(handle.execution_id, 0)).closed_reason == "lease_expired"
                 await refused(append(engine, handle), "stale_owner_cannot_append")
             taken = await claimed_by(previous, "reclaimed")
             await append(engine, taken, b"next attempt")
@@ -243,10 +257,11 @@ async def test_the_previous_version_ends_what_this_version_streams_and_both_go_o
                 (reclaimed.execution_id, 1): "attempt_success",
                 (waiting.execution_id, 0): "attempt_success",
             }
-            closed = {key: (await engine.read_stream(*key)).closed_reason for key in expected}
-            assert closed == expected
-            assert [await payloads(engine, handle) for handle in handles[:-1]] == [[b"x", b'{"a": 1}']] * 6
-            assert await payloads(engine, waiting) == [b"x", b'{"a": 1}', b"resumed"]
+            for read in (engine.read_stream, partial(previous, "read_stream")):
+                assert {key: (await read(*key)).closed_reason for key in expected} == expected
+            written = [b"x", b'{"a": 1}', b"y", b'{"b": 2}']
+            assert [await payloads(engine, handle) for handle in handles[:-1]] == [written] * 6
+            assert await payloads(engine, waiting) == [*written, b"resumed"]
             assert len(expected) == len(await rows.of("stream"))
             assert await engine.find_inconsistencies() == []
 
@@ -256,15 +271,61 @@ async def test_the_previous_version_ends_what_this_version_streams_and_both_go_o
             assert {event.execution_id for event in await take(ends, len(ended) + 1)} == ended
             assert {event.execution_id for event in await take(leases, len(ended))} <= ended
 
-            # Its retention leaves the streams to the sweeps of this version; readers no longer see them.
+            # Its retention deletes the streams with their executions.
             await clock.advance(ms=DAY_MS)
             await previous("catch_up")
-        assert await rows.of("execution") == []
-        assert len(await rows.of("stream")) == len(expected)
-        assert {(await engine.read_stream(*key)).frames == [] for key in expected} == {True}
-        assert await engine.find_inconsistencies() == []
-        await clock.advance(ms=DAY_MS // 24)
-        await Reconciler(engine).catch_up()
-    for table in STREAM_TABLES:
-        assert await rows.of(table) == []
+        for table in ("execution", *STREAM_TABLES):
+            assert await rows.of(table) == []
     assert await engine.find_inconsistencies() == []
+
+
+async def test_the_previous_version_goes_on_after_a_revoke_and_a_changed_priority(
+    engine: Engine, rows: Rows, clock: Clock, url: str, source: Path, tmp_path: Path
+) -> None:
+    await clock.stop()
+    async with started(source, url, tmp_path / "log") as previous:
+        await previous("create_execution", **new(lane_id="revoked"))
+        held = await claimed_by(previous, "revoked")
+        await previous("append_frame", held, Frame(bytes=b"y"))
+        assert isinstance(await engine.revoke_lease(held.execution_id), Revoked)
+        (refusal,) = await previous("complete_many", [(held, b"late")])
+        assert refusal.code == "lease_revoked"
+        closed = await previous("read_stream", held.execution_id, 0)
+        assert closed.closed_reason == "attempt_interrupted"
+        taken = await claimed_by(previous, "revoked")
+        assert (taken.execution_id, taken.attempt_index, taken.kind) == (held.execution_id, 1, HandleKind.RECLAIMED)
+        await previous("complete", taken, b"")
+        assert (await previous("read_stream", held.execution_id, 0)).closed_reason == "reclaimed"
+
+        first = await previous("create_execution", **new(lane_id="moved", priority=0))
+        second = await previous("create_execution", **new(lane_id="moved", priority=5))
+        await engine.change_priority(first.execution_id, 9)
+        for made in (first, second):
+            run = await claimed_by(previous, "moved")
+            assert run.execution_id == made.execution_id
+            await previous("complete", run, b"")
+        assert await previous("find_inconsistencies") == []
+        assert await engine.find_inconsistencies() == []
+        await clock.advance(ms=DAY_MS)
+        await previous("catch_up")
+    for table in ("execution", *STREAM_TABLES):
+        assert await rows.of(table) == []
+
+
+async def test_a_flow_ends_although_the_previous_version_has_ended_its_members(
+    engine: Engine, given: Given, rows: Rows, clock: Clock, url: str, source: Path, tmp_path: Path
+) -> None:
+    await clock.stop()
+    flow = await BuiltFlow.create(given, rows)
+    completed, cancelled = await flow.member(lane_id="completed"), await flow.member()
+    async with started(source, url, tmp_path / "log") as previous:
+        await previous("complete", await claimed_by(previous, "completed"), b"")
+        await previous("cancel_execution", execution_id=cancelled, reason="not wanted")
+    # Nothing tells the flow until it is projected.
+    assert await engine.wait_for_flow(flow.flow_id, 0) is None
+    await Reconciler(engine).catch_up()
+    assert await engine.wait_for_flow(flow.flow_id, 0) == FlowEnded(flow_id=flow.flow_id, status=FlowStatus.FAILED)
+    found = await engine.read_flow_summary(flow.flow_id)
+    assert found is not None
+    assert (found.members_completed, found.members_cancelled, found.total_members) == (1, 1, 2)
+    assert await engine.get_execution_result(completed) == b""

@@ -83,6 +83,8 @@ class CompletionEvent(FeedEvent):
 
     outcome: ReportedOutcome
     flow_id: FlowId | None
+    event_id: int
+    """The number of the event; executions that ended together in one statement may share it."""
 
     @property
     def kind(self) -> CompletionKind:

@@ -177,24 +177,10 @@ async def test_a_member_is_deleted_only_when_its_flow_is_settled_and_does_not_st
     assert await stored(rows) == set()
 
 
-async def test_a_replayed_execution_is_kept(
-    engine: Engine, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection
-) -> None:
-    # No operation replays yet.
+async def test_a_replayed_execution_is_kept(engine: Engine, given: Given, clock: Clock, rows: Rows) -> None:
     execution_id = await given.cancelled()
-    await connection.execute("update retained set queue_no = null, queue_nos = null")
     await clock.advance(ms=DAY)
-    await connection.execute(
-        """with replayed as (
-             update execution
-                set lifecycle_phase = 'runnable', eligibility_state = 'eligible_now', terminal_outcome = 'none',
-                    blocking_reason = 'waiting_for_worker', cancellation_reason = null, cancelled_by = null,
-                    last_transition_at = ff_now()
-              returning *),
-           unlisted as (delete from listed)
-           insert into ready (place, route_no, queue_no, partition_key, execution_id)
-           select place, route_no, queue_no, partition_key, execution_id from replayed join queue using (queue_no)"""
-    )
+    await engine.replay_execution(execution_id=execution_id)
     assert await engine.trim_retention(retention_ms=0) == 0
     await engine.cancel_execution(execution_id=execution_id, reason="again")
     assert await engine.trim_retention() == 0

@@ -1,5 +1,6 @@
 """Replaying members of flows: what they wait for, and how the flow counts them."""
 
+import itertools
 from typing import Any
 
 import asyncpg
@@ -246,6 +247,25 @@ async def test_a_skipped_member_runs_at_once_if_its_upstream_has_succeeded_since
     assert await states(flow) == (1, 0, "blocked")
     (run,) = await claim(engine)
     assert run.execution_id == child
+    await check(engine, connection)
+
+
+async def test_a_chain_of_skipped_members_runs_again_from_its_head(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow
+) -> None:
+    chain = await flow.members(3)
+    for upstream, downstream in itertools.pairwise(chain):
+        await flow.connect(upstream, downstream)
+    await end(flow, chain[0], "failed")
+    assert await group(rows, chain[2]) == ("impossible", 0, 0, 1)
+    for execution_id in chain:
+        await engine.replay_execution(execution_id=execution_id)
+    assert await group(rows, chain[2]) == ("pending", 0, 0, 0)
+    assert await states(flow) == (3, 0, "open")
+    await check(engine, connection)
+    for execution_id in chain:
+        await end(flow, execution_id, "success")
+    assert await states(flow) == (0, 0, "completed")
     await check(engine, connection)
 
 

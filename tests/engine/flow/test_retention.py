@@ -169,6 +169,43 @@ async def test_an_entry_of_several_flows_and_queues_is_split(
     assert [(one.execution_kind, one.count) for one in counts] == [("a", 1), ("b", 1)]
 
 
+async def test_a_held_member_can_be_replayed(engine: Engine, given: Given, clock: Clock, rows: Rows) -> None:
+    ended = [await given.completed(), await given.failed()]
+    live = await given.created()
+    flow_id = await flow_of(engine, [*ended, live])
+    await clock.advance(seconds=DAY + 1)
+    assert await trim(engine) == 0
+    await engine.replay_execution(execution_id=ended[0])
+    assert [len(row["execution_ids"]) for row in await rows.of("retained")] == [1]
+    for member in (live, ended[0]):
+        await engine.cancel_execution(execution_id=member, reason="x")
+    await settle(engine, flow_id)
+    await clock.advance(seconds=RECHECK + 1)
+    assert await trim(engine) == 1
+    await clock.advance(seconds=DAY)
+    assert await trim(engine) == 2
+
+
+async def test_a_replay_and_a_trim_of_one_member_leave_it_deleted_or_live(
+    engine: Engine, given: Given, clock: Clock, rows: Rows
+) -> None:
+    for nth in range(10):
+        member, other = await given.completed(), await given.completed()
+        flow_id = await flow_of(engine, [member, other])
+        await clock.advance(seconds=DAY + 1)
+        steps = [trim(engine), _code(engine.replay_execution(execution_id=member))]
+        found = await asyncio.gather(*(steps if nth % 2 else reversed(steps)))
+        code = next(each for each in found if isinstance(each, str))
+        state = await engine.read_execution_state(member)
+        assert (code, state) in {("done", "waiting"), ("execution_not_found", None)}
+        if code == "done":
+            await engine.cancel_execution(execution_id=member, reason="x")
+            await settle(engine, flow_id)
+        await clock.advance(seconds=DAY + RECHECK + 1)
+        await trim(engine)
+        assert await rows.of("execution") == await rows.of("retained") == []
+
+
 async def sweep(engine: Engine, **limits: int) -> int:
     """Delete flows, batch by batch; return how many batches deleted something or were full."""
     deleted, is_full = 0, True
@@ -337,11 +374,11 @@ async def test_a_flow_that_changes_while_it_is_trimmed_is_kept_or_refuses_the_ch
         )
         outcomes.add(added.result())
         is_kept = await rows.of("flow", flow_id=flow_id) != []
-        assert is_kept == (added.result() == "added")
+        assert is_kept == (added.result() == "done")
         await engine.cancel_execution(execution_id=execution_id, reason="x")
         if is_kept:
             await settle(engine, flow_id)
-    assert outcomes <= {"added", "flow_not_found"}
+    assert outcomes <= {"done", "flow_not_found"}
 
 
 async def _code(call: Awaitable[object]) -> str:
@@ -349,4 +386,4 @@ async def _code(call: Awaitable[object]) -> str:
         await call
     except EngineError as refusal:
         return refusal.code
-    return "added"
+    return "done"

@@ -14,6 +14,7 @@ from fixtures import Engines, Eventually, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution import submit as submission
 from flowfabric.engine.flow import submit
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import ContentionError, TransportError
 from flowfabric.model.flow import FlowAlreadySatisfied, FlowSubmitted
 from flowfabric.model.ids import Partitions, flow_partition
@@ -129,18 +130,20 @@ async def test_no_claim_and_no_reader_sees_a_part_of_a_flow(
 
 
 @pytest.mark.usefixtures("hints_only")
-async def test_a_claim_that_waits_in_another_process_is_woken(engines: Engines) -> None:
-    engine, worker = await engines(), await engines()
-    await submitted(engine, "a")
-    assert await worker.claim(lane_id="default", worker_id="w", worker_instance_id="w-1") is not None
-    waiting = asyncio.create_task(
-        worker.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=60_000)
-    )
-    answer = await submitted(engine, "a b", "a>b")
-    async with asyncio.timeout(30):
-        run = await waiting
-    assert run is not None
-    assert run.execution_id == answer.execution_ids["a"]
+@pytest.mark.parametrize("submitter", ["the same process", "another process"])
+async def test_a_claim_that_waits_is_woken(engines: Engines, eventually: Eventually, submitter: str) -> None:
+    worker = await engines()
+    engine = worker if submitter == "the same process" else await engines()
+    for _ in rounds(5, whole=20):
+        waiting = asyncio.create_task(
+            worker.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=60_000)
+        )
+        await eventually(lambda: any(parts_of(worker).wakeups._waiting.values()))
+        answer = await submitted(engine, "a b", "a>b")
+        async with asyncio.timeout(30):
+            run = await waiting
+        assert run is not None
+        assert run.execution_id == answer.execution_ids["a"]
 
 
 @pytest.mark.parametrize("ids", ["with an id", "without an id"])
@@ -203,3 +206,22 @@ async def test_without_patience_a_lost_answer_is_reported_and_a_repeat_finds_the
                 repeated[type(again)] += 1
             assert await stored(rows) == times(count)
         assert repeated.keys() == {FlowAlreadySatisfied, FlowSubmitted}
+
+
+async def test_a_retry_waits_until_the_session_of_its_first_try_has_ended(
+    url: str, connection: asyncpg.Connection, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "PAUSE_SECONDS", (0.005, 0.05))
+    monkeypatch.setattr(submit, "LOCK_TIMEOUT", "5ms")
+    settings: dict[str, Any] = {"database_pool_size": 1, "listen": False, "submit_patience_ms": 20_000}
+    async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url, **settings)) as engine:
+        flow_id = uuid4()
+        transaction = connection.transaction()
+        await transaction.start()
+        await begin(connection, flow_id)
+        proxy.arm(Fault(action=Action.CUT_BEFORE, side=Side.CLIENT, nth=1))
+        waiting = asyncio.create_task(engine.submit_flow(**DIAMOND, flow_id=flow_id))
+        # More messages than those of two retries.
+        await eventually(lambda: proxy.counted(Side.CLIENT) > 100 or waiting.done())
+        await transaction.rollback()
+        assert isinstance(await waiting, FlowSubmitted)

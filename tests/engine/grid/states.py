@@ -13,6 +13,7 @@ from flowfabric.model.handle import Handle
 from flowfabric.model.ids import AttemptId, ExecutionId, LaneId, LeaseId, WorkerInstanceId
 from flowfabric.model.states import HandleKind
 
+from ..flows import flow_of  # noqa: TID252
 from ..state import (  # noqa: TID252
     ACTIVE,
     BACKING_OFF,
@@ -30,6 +31,10 @@ from ..state import (  # noqa: TID252
     revoke,
 )
 
+WAITING_CHILDREN = (
+    "runnable/unowned/blocked_by_dependencies/waiting_for_children/none/pending_first_attempt/waiting_children"
+)
+PARKED_FOR_CHILDREN = WAITING_CHILDREN.replace("pending_first_attempt", "attempt_interrupted")
 EXPIRED = "terminal/unowned/not_applicable/none/expired/attempt_terminal/expired"
 
 MINUTE = 60_000
@@ -100,6 +105,20 @@ class Subject:
             delay_until=now + delay_ms if delay_ms else None,
             execution_deadline_at=now + deadline_ms,
         )
+
+    async def depend(self) -> None:
+        """Make the execution depend on another one, on a lane of its own."""
+        created = await self.engine.create_execution(
+            execution_id=ExecutionId(f"{{fp:1}}:{uuid4()}"),
+            namespace="tests",
+            lane_id=f"upstream {uuid4()}",
+            execution_kind="job",
+            input_payload=b"{}",
+            priority=0,
+            creator_identity="test",
+        )
+        upstream = created.execution_id
+        await flow_of(self.engine, [upstream, self.execution_id], [(upstream, self.execution_id)])
 
     async def claim(self, *, lease_ttl_ms: int = LEASE_MS) -> None:
         claimed = await self.engine.claim(lane_id=self.lane_id, **WORKER, lease_ttl_ms=lease_ttl_ms)
@@ -205,6 +224,17 @@ async def _parked(subject: Subject) -> None:
     await subject.engine.delay(subject.handle, await subject.clock.now() + MINUTE)
 
 
+async def _waiting_children(subject: Subject) -> None:
+    await _waiting(subject)
+    await subject.depend()
+
+
+async def _parked_for_children(subject: Subject) -> None:
+    await _active(subject)
+    await subject.depend()
+    await subject.engine.wait_children(subject.handle)
+
+
 async def _parked_due(subject: Subject) -> None:
     await _parked(subject)
     await subject.clock.advance(ms=MINUTE)
@@ -256,6 +286,9 @@ STATES = {
     "absent": State(means="no such execution", vector=None, reach=_absent),
     "waiting": State(means="new, claimable", vector=WAITING, reach=_waiting),
     "delayed": State(means="new, not claimable yet", vector=DELAYED, reach=_delayed),
+    "waiting_children": State(
+        means="new, waits for its dependencies", vector=WAITING_CHILDREN, reach=_waiting_children
+    ),
     "due": State(means="delayed, due, not promoted yet", vector=DELAYED, reach=_due),
     "past_deadline": State(means="waiting, past its deadline, not expired yet", vector=WAITING, reach=_past_deadline),
     "granted": State(means="waiting, with a live grant for the worker", vector=WAITING, reach=_granted),
@@ -320,6 +353,12 @@ STATES = {
         vector=PARKED,
         attempts=("suspended",),
         reach=_parked,
+    ),
+    "parked_for_children": State(
+        means="its worker waits for its dependencies; the attempt continues later",
+        vector=PARKED_FOR_CHILDREN,
+        attempts=("suspended",),
+        reach=_parked_for_children,
     ),
     "parked_due": State(
         means="parked, due, not promoted yet",

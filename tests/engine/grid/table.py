@@ -70,18 +70,18 @@ Row = Mapping[str, Expected]
 MARKED = Moved(answer="Marked", to=EXPIRED_LEASE, events=("expired",), is_transition=False)
 
 ABSENT = ("absent",)
-UNTRIED = ("waiting", "delayed", "due", "past_deadline", "granted", "grant_expired")
+UNTRIED = ("waiting", "delayed", "waiting_children", "due", "past_deadline", "granted", "grant_expired")
 TRIED = ("backing_off", "retryable")
 BETWEEN = (*TRIED, "replayed")
 """No attempt is in progress, and a new one will follow."""
-INTERRUPTED = ("parked", "parked_due", "resumable", "resume_granted")
+INTERRUPTED = ("parked", "parked_for_children", "parked_due", "resumable", "resume_granted")
 RUNNABLE = (*UNTRIED, *BETWEEN, *INTERRUPTED)
 HELD = ("active", "past_timeout", "past_last_timeout")
 UNGRANTED = ("lease_expired", "lost_past_timeout", "lease_revoked")
 LOST = (*UNGRANTED, "reclaim_granted")
 ENDED = ("completed", "failed", "cancelled", "expired")
-LATER = ("delayed", "due", "backing_off", "parked", "parked_due")
-"""Runnable, but not eligible until a time."""
+LATER = ("delayed", "waiting_children", "due", "backing_off", "parked", "parked_for_children", "parked_due")
+"""Runnable, but not eligible until a time or until its dependencies are satisfied."""
 NEW = ("waiting", "past_deadline")
 AGAIN = ("retryable", "replayed")
 EVERY = tuple(STATES)
@@ -279,8 +279,8 @@ BY_GRANT: dict[str, Row] = {
     "issue_grant_and_claim": whole(
         NOT_FOUND,
         each((*HELD, "past_expiry", *LOST, *ENDED), NOT_ELIGIBLE),
-        each(("delayed", "due", "backing_off"), Refused("execution_not_in_eligible_set")),
-        each(("parked", "parked_due"), NOT_ELIGIBLE),
+        each(("delayed", "waiting_children", "due", "backing_off"), Refused("execution_not_in_eligible_set")),
+        each(("parked", "parked_for_children", "parked_due"), NOT_ELIGIBLE),
         each((*NEW, *AGAIN, "grant_expired"), FUSED),
         {"resumable": FUSED_RESUMED},
         each(("granted", "resume_granted"), GRANT_EXISTS),
@@ -370,7 +370,7 @@ BY_ANYONE: dict[str, Row] = {
     "change_priority": whole(
         each(EVERY, NOT_ELIGIBLE),
         NOT_FOUND,
-        each((*NEW, "retryable", "resumable", "granted", "grant_expired", "resume_granted"), REPRIORITIZED),
+        each((*NEW, *AGAIN, "resumable", "granted", "grant_expired", "resume_granted"), REPRIORITIZED),
     ),
     "promote_delayed": whole(
         each(EVERY, Same("not_delayed")),

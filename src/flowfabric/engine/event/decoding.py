@@ -82,9 +82,9 @@ def _completions(row: Record, members: Iterator[Member]) -> Iterator[CompletionE
         outcome = ReportedOutcome(CompletionOutcome(row["outcome"]).literal)
     except ValueError:
         raise Undecodable(f"the outcome {row['outcome']} is unknown") from None
-    at, flow_id = row["at"], _flow_id(row)
+    fields = {"at": row["at"], "outcome": outcome, "flow_id": _flow_id(row), "event_id": row["event_id"]}
     return (
-        CompletionEvent(cursor=cursor, execution_id=execution_id, at=at, outcome=outcome, flow_id=flow_id)
+        CompletionEvent(cursor=cursor, execution_id=execution_id, **fields)
         for cursor, execution_id, _ in members
     )
 

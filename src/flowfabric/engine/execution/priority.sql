@@ -14,7 +14,7 @@ moved as (
   update execution e set place = h.place, last_mutation_at = h.now
     from held h
    where e.partition_key = any(array[h.partition_key]) and e.execution_id = h.execution_id
-  returning h.*, e.namespace_no, e.flow_id, e.instance_tag,
+  returning h.*, e.namespace_no, e.attempt_count, e.lease_epoch, e.flow_id, e.instance_tag,
             case when e.has_tags then (
               select jsonb_object_agg(t.key, t.value) from execution_tag t
                where t.partition_key = e.partition_key and t.execution_id = e.execution_id) end as tags
@@ -25,8 +25,9 @@ moved_entries as (
    where r.route_no = any(array[h.route_no]) and r.queue_no = any(array[h.queue_no]) and r.place = h.old_place
 ),
 inserted_events as (
-  insert into event (at, execution_id, partition_key, kind, namespace_no, reason, details, flow_id, instance_tag, tags)
-  select now, execution_id, partition_key, 'operator_action', namespace_no, :event_type,
+  insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, lease_epoch, reason, details, flow_id,
+                     instance_tag, tags)
+  select now, execution_id, partition_key, 'operator_action', namespace_no, nullif(attempt_count, 0) - 1, lease_epoch, :event_type,
          jsonb_build_object('old_priority', :max_priority - (old_place >> 48), 'new_priority', :max_priority - :inverse_priority),
          flow_id, instance_tag, tags
     from moved

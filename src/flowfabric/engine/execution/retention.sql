@@ -1,9 +1,10 @@
 -- fragment: settled
--- Whether a flow keeps no member: none is live, no end of one is queued for the cascade, and no cancellation is owed.
+-- Whether a flow keeps no member: none is live, no end of one is queued for the cascade, and no cancellation is owed. The offsets keep
+-- the planner from joining whole tables.
 f.live_count <= 0
-and not exists (select from cancel_backlog o where o.partition_key = f.partition_key and o.flow_id = f.flow_id)
-and not exists (select from cancel_backlog_member o where o.partition_key = f.partition_key and o.flow_id = f.flow_id)
-and not exists (select from pending_cancel_group o where o.partition_key = f.partition_key and o.flow_id = f.flow_id)
+and not exists (select from cancel_backlog o where o.partition_key = f.partition_key and o.flow_id = f.flow_id offset 0)
+and not exists (select from cancel_backlog_member o where o.partition_key = f.partition_key and o.flow_id = f.flow_id offset 0)
+and not exists (select from pending_cancel_group o where o.partition_key = f.partition_key and o.flow_id = f.flow_id offset 0)
 
 -- name: take_retained
 -- Deletes ended executions past their retention and all their rows, the oldest after :since first, up to :until or now: only those in
@@ -218,17 +219,19 @@ select r.retain_until, r.partition_key, m.execution_id
           and e.last_transition_at + coalesce(e.retention_ms, :retention_ms) <= c.now limit 1) e
  where m.execution_id <> all(:skipped::uuid[])
    and (:namespace::text is null or exists (
-         select from namespace n where n.namespace_no = e.namespace_no and n.namespace = :namespace))
+         select from namespace n where n.namespace_no = e.namespace_no and n.namespace = :namespace offset 0))
    and (:tag_key::text is null or (e.has_tags and exists (
          select from execution_tag t
-          where t.partition_key = e.partition_key and t.execution_id = e.execution_id and t.key = :tag_key
-            and t.value = :tag_value::text)))
+          where t.partition_key = e.partition_key and t.execution_id = e.execution_id and t.key collate "C" = :tag_key
+            and t.value = :tag_value::text
+         offset 0)))
    and (e.flow_id is null or not exists (
          select from flow f
           where f.partition_key = e.partition_key and f.flow_id = e.flow_id
             and not (
             -- include: settled
-            )))
+            )
+         offset 0))
  limit :limit;
 
 -- name: hide_frames

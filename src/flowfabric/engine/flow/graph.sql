@@ -41,19 +41,21 @@ returning f.node_count;
 
 -- name: read_new_edge
 -- What decides whether an edge may be staged in a locked flow: whether its ends are members, whether it would close a cycle, and the
--- edge that has its id. The walk begins at the downstream execution; it is skipped if nothing leads to the upstream one.
+-- edge that has its id. The walk begins at the downstream execution; it is skipped if nothing leads to the upstream one. `is not distinct from` keeps the
+-- planner from reading all edges of the flow by its key.
 with recursive reachable as (
   select :downstream_id::uuid as execution_id
    where exists (
          select from edge e
-          where e.downstream_id = :upstream_id and e.partition_key = any(array[:partition_key::smallint])
-            and e.flow_id = any(array[:flow_id::uuid]))
+          where e.downstream_id = :upstream_id and e.partition_key is not distinct from :partition_key::smallint
+            and e.flow_id is not distinct from :flow_id::uuid)
   union
   select e.downstream_id
     from reachable r
    cross join lateral (
          select e.downstream_id from edge e
-          where e.upstream_id = r.execution_id and e.partition_key = any(array[:partition_key]) and e.flow_id = any(array[:flow_id])
+          where e.upstream_id = r.execution_id and e.partition_key is not distinct from :partition_key
+            and e.flow_id is not distinct from :flow_id
          offset 0) e
 ),
 member as materialized (

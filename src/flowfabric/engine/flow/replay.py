@@ -9,6 +9,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.row import lock_execution
 from flowfabric.engine.core.transition import REPLAYED, REPLAYED_BLOCKED, target_parameters
+from flowfabric.engine.execution.retention import RECHECK_MS
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver
 from flowfabric.engine.flow.row import LockedFlow, lock_flow, read_flow_of
@@ -201,8 +202,9 @@ class Replays:
         retention_ms = self._store.rules.retention_ms if ended["retention_ms"] is None else ended["retention_ms"]
         end = {**request.key, "ended_at": ended["ended_at"]}
         found = await transaction.fetch(SQL.lock_end, **end, retain_until=ended["ended_at"] + retention_ms)
-        # The setting was another one when it ended.
-        found = found or await transaction.fetch(SQL.lock_end_anywhere, **end)
+        # Retention has held it with its flow, or the setting was another one when it ended.
+        for within_ms in (RECHECK_MS, None):
+            found = found or await transaction.fetch(SQL.lock_end_anywhere, **end, within_ms=within_ms)
         if found:
             await transaction.fetch(SQL.take_end, **end, retain_until=found[0]["retain_until"])
 

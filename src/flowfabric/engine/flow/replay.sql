@@ -75,9 +75,11 @@ select r.retain_until from retained r
    for update;
 
 -- name: lock_end_anywhere
--- The same for any retention.
+-- The same for any retention that ends within :within_ms from now, or ends at all if that is null.
 select r.retain_until from retained r
- where r.retain_until >= :ended_at and r.partition_key = :partition_key and r.ended_at = :ended_at
+ where r.retain_until >= :ended_at
+   and r.retain_until <= case when :within_ms::bigint is null then 9223372036854775807 else (select ff_now()) + :within_ms end
+   and r.partition_key = :partition_key and r.ended_at = :ended_at
    and :execution_id::uuid = any(r.execution_ids)
    for update;
 

@@ -75,8 +75,8 @@ select s.lifecycle_phase, s.ownership_state, s.eligibility_state, s.blocking_rea
        select d.policy, d.k, d.on_satisfied, d.staged_count - d.succeeded_count - d.failed_count - d.skipped_count as unmet_count,
               (select jsonb_agg(jsonb_build_array(x.edge_id, x.upstream_id, x.state, u.public_state) order by x.edge_id)
                  from (select x.edge_id, x.upstream_id, x.state from edge x
-                        where x.downstream_id = s.execution_id and x.partition_key = any(array[s.partition_key])
-                          and x.flow_id = any(array[s.flow_id]) and x.state in ('staged', 'unsatisfied')
+                        where x.downstream_id = s.execution_id and x.partition_key is not distinct from s.partition_key
+                          and x.flow_id is not distinct from s.flow_id and x.state in ('staged', 'unsatisfied')
                         limit :edges) x
                  left join lateral (
                       select u.public_state from execution u

@@ -128,10 +128,14 @@ edge_rule as (
           where g.partition_key = x.partition_key and g.flow_id = x.flow_id and g.downstream_id = x.downstream_id limit 1) g on true
    cross join lateral (values
          ('edge: its group does not exist', g.is_present is null),
+         -- A replay makes impossible edges unsatisfied again; a sweep resolves those whose upstream execution is not replayed before.
          -- `(... in (...)) is true` makes the planner use a hashed subplan instead of a nested loop.
          ('edge: unsatisfied though its upstream execution has ended and its end is not queued',
            x.state = 'unsatisfied' and coalesce(u.lifecycle_phase = 'terminal', true)
-             and ((x.partition_key, x.flow_id, x.upstream_id) in (select q.partition_key, q.flow_id, q.execution_id from queued q)) is not true)
+             and ((x.partition_key, x.flow_id, x.upstream_id) in (select q.partition_key, q.flow_id, q.execution_id from queued q)) is not true
+             and not exists (
+               select from execution d
+                where d.partition_key = x.partition_key and d.execution_id = x.downstream_id and d.replay_count > 0))
          ) as rule(problem, is_broken)
    where rule.is_broken
    limit :limit

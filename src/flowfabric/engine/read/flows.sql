@@ -17,15 +17,17 @@ select f.flow_kind, n.namespace, f.public_flow_state, f.derived_state, f.graph_r
 select e.* from edge e where e.partition_key = :partition_key and e.flow_id = :flow_id and e.edge_id = :edge_id;
 
 -- name: list_outgoing_edges
--- The edges of a flow that leave an execution. Partition and flow are compared in a way that leaves the index of upstream executions.
+-- The edges of a flow that leave an execution. `is not distinct from` leaves only the index of upstream executions.
 select e.* from edge e
- where e.upstream_id = :execution_id and e.partition_key = any(array[:partition_key::smallint]) and e.flow_id = any(array[:flow_id::uuid])
+ where e.upstream_id = :execution_id and e.partition_key is not distinct from :partition_key::smallint
+   and e.flow_id is not distinct from :flow_id::uuid
  order by e.edge_id;
 
 -- name: list_incoming_edges
--- The edges of a flow that lead to an execution. Partition and flow are compared in a way that leaves the index of downstream executions.
+-- The edges of a flow that lead to an execution. `is not distinct from` leaves only the index of downstream executions.
 select e.* from edge e
- where e.downstream_id = :execution_id and e.partition_key = any(array[:partition_key::smallint]) and e.flow_id = any(array[:flow_id::uuid])
+ where e.downstream_id = :execution_id and e.partition_key is not distinct from :partition_key::smallint
+   and e.flow_id is not distinct from :flow_id::uuid
  order by e.edge_id;
 
 -- name: read_dependencies

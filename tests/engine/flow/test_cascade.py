@@ -1,0 +1,238 @@
+"""The cascade: what the ends of members do to the executions behind their edges."""
+
+from typing import Any
+
+import asyncpg
+import pytest
+
+from engine.flow.driving import DrivenFlow
+from engine.flow.submitting import edges, node
+from engine.state import refused, vector
+from engine.stream.writing import append
+from engine.waits import suspend_args
+from fixtures import Clock, Engines, Rows, uuid_of
+from flowfabric.engine.core.wakeups import CascadeKey
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
+from flowfabric.reconcile.loop import Reconciler
+
+
+async def test_a_child_runs_once_all_of_its_upstream_executions_have_succeeded(engine: Engine, rows: Rows) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b c d", "a>c b>c c>d")
+    assert await flow.states() == {"a": "waiting", "b": "waiting", "c": "waiting_children", "d": "waiting_children"}
+    await flow.succeed("a")
+    assert (await flow.states())["c"] == "waiting_children"
+    assert await flow.counts("c") == ("pending", 1, 0, 0)
+    await flow.succeed("b")
+    assert vector(await flow.row("c")).endswith(
+        "runnable/unowned/eligible_now/waiting_for_worker/none/pending_first_attempt/waiting"
+    )
+    await flow.succeed("c")
+    await flow.succeed("d")
+    assert set((await flow.states()).values()) == {"completed"}
+    assert [await flow.outcomes(name) for name in "abcd"] == [[("released", 1)]] * 4
+    assert await rows.of("cascade_entry") == await rows.of("listed") == []
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_a_failure_skips_everything_behind_it_with_an_event_for_each(engine: Engine, rows: Rows) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b c d", "a>b b>c d>c")
+    await flow.fail("a")
+    assert await flow.states() == {"a": "failed", "b": "skipped", "c": "skipped", "d": "waiting"}
+    assert await flow.outcomes("b") == await flow.outcomes("c") == [("ended", 5)]
+    row = await flow.row("c")
+    assert (row["attempt_state"], row["failure_reason"]) == ("none", "dependency_impossible")
+    # c has another upstream execution, whose success comes too late.
+    await flow.succeed("d")
+    assert (await flow.states())["c"] == "skipped"
+    assert await flow.counts("c") == ("impossible", 1, 0, 1)
+    (stored,) = await rows.of("flow", flow_id=flow.flow_id)
+    assert (stored["derived_state"], stored["live_count"], stored["unhappy_count"]) == ("failed", 0, 1)
+    assert await engine.find_inconsistencies() == []
+
+
+@pytest.mark.parametrize("outcome", ["failed", "cancelled", "expired"])
+async def test_every_end_without_success_makes_a_dependency_impossible(
+    engine: Engine, rows: Rows, clock: Clock, outcome: str
+) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b", "a>b")
+    if outcome == "failed":
+        await flow.fail("a")
+    elif outcome == "cancelled":
+        await flow.cancel("a")
+    else:
+        deadline = await clock.now() + 1000
+        flow = await DrivenFlow.submit(
+            engine, rows, [node("a", execution_deadline_at=deadline), node("b")], edges("a>b")
+        )
+        await clock.advance(ms=1001)
+        await engine.expire_execution(flow.id("a"), "execution_deadline")
+        await flow.settle()
+    assert await flow.states() == {"a": outcome, "b": "skipped"}
+    assert await flow.counts("b") == ("impossible", 0, 1, 0)
+
+
+async def test_a_child_that_runs_is_skipped_with_its_attempt_its_lease_and_its_stream(
+    engine: Engine, rows: Rows
+) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b", "")
+    handle = await flow.claim("b")
+    await append(engine, handle)
+    edge = "11111111-2222-3333-4444-555555555555"
+    await engine.stage_dependency_edge(
+        flow.flow_id,
+        edge_id=edge,
+        upstream_execution_id=flow.id("a"),
+        downstream_execution_id=flow.id("b"),
+        expected_graph_revision=flow.answer.graph_revision,
+    )
+    await engine.apply_dependency_to_child(
+        flow.flow_id,
+        edge_id=edge,
+        downstream_execution_id=flow.id("b"),
+        upstream_execution_id=flow.id("a"),
+        graph_revision=flow.answer.graph_revision + 1,
+    )
+    assert (await flow.states())["b"] == "active"
+    await flow.fail("a")
+    assert vector(await flow.row("b")) == "terminal/unowned/not_applicable/none/skipped/attempt_terminal/skipped"
+    await refused(engine.complete(handle, b""), "execution_not_active")
+    assert [(row["kind"], row["reason"]) for row in await rows.events(flow.id("b"))] == [
+        ("acquired", None),
+        ("released", "dependency_impossible"),
+    ]
+    (attempt,) = await engine.list_attempts(flow.id("b"))
+    assert (attempt.attempt_state, attempt.failure_reason) == ("ended_cancelled", "dependency_impossible")
+    assert (await engine.read_stream(flow.id("b"), 0)).closed_reason == "dependency_impossible"
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_a_suspended_child_is_skipped_with_its_waitpoints(engine: Engine, rows: Rows) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b", "")
+    handle = await flow.claim("b")
+    await engine.suspend(handle, suspend_args())
+    edge = "11111111-2222-3333-4444-555555555555"
+    await engine.stage_dependency_edge(
+        flow.flow_id,
+        edge_id=edge,
+        upstream_execution_id=flow.id("a"),
+        downstream_execution_id=flow.id("b"),
+        expected_graph_revision=flow.answer.graph_revision,
+    )
+    await engine.apply_dependency_to_child(
+        flow.flow_id,
+        edge_id=edge,
+        downstream_execution_id=flow.id("b"),
+        upstream_execution_id=flow.id("a"),
+        graph_revision=flow.answer.graph_revision + 1,
+    )
+    await flow.fail("a")
+    assert (await flow.states())["b"] == "skipped"
+    (suspension,) = await rows.of("suspension", execution_id=uuid_of(flow.id("b")))
+    assert suspension["close_reason"] == "dependency_impossible"
+    assert {row["state"] for row in await rows.of("waitpoint")} == {"closed"}
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_a_promoted_child_keeps_its_delay(engine: Engine, rows: Rows, clock: Clock) -> None:
+    nodes = [node("a"), node("b", delay_ms=60_000)]
+    flow = await DrivenFlow.submit(engine, rows, nodes, edges("a>b"))
+    await flow.succeed("a")
+    assert (await flow.states())["b"] == "delayed"
+    assert list(await rows.timers(flow.id("b"))) == ["delay"]
+    await clock.advance(ms=60_001)
+    await Reconciler(engine).catch_up()
+    assert (await flow.states())["b"] == "waiting"
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_edges_of_one_end_are_settled_a_thousand_at_a_time_and_the_entry_goes_with_the_last(
+    engine: Engine, rows: Rows
+) -> None:
+    names = [f"n{n}" for n in range(2_500)]
+    flow = await DrivenFlow.submit(engine, rows, " ".join(["a", *names]), " ".join(f"a>{name}" for name in names))
+    parts = parts_of(engine)
+    parts.wakeups.on_members_ended = None
+    await flow.succeed("a")
+    (entry,) = await rows.of("cascade_entry")
+    resolved = []
+    while await rows.of("cascade_entry"):
+        key = CascadeKey(entry["partition_key"], entry["event_id"])
+        done, left, is_cut = await parts.cascade._settle([key])
+        resolved.append((done.resolved, left, is_cut))
+    assert resolved == [(1000, [key], True), (1000, [key], True), (500, [], False)]
+    assert (await rows.of("flow", flow_id=flow.flow_id))[0]["live_count"] == 2_500
+    assert len(await rows.of("ready")) == 2_500
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_a_locked_child_does_not_keep_the_others_waiting(engine: Engine, rows: Rows) -> None:
+    names = [f"n{n}" for n in range(100)]
+    flow = await DrivenFlow.submit(engine, rows, " ".join(["a", *names]), " ".join(f"a>{name}" for name in names))
+    connection = await parts_of(engine).store.database.connect()
+    try:
+        locked = connection.transaction()
+        await locked.start()
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(flow.id("n50")))
+        await flow.succeed("a")
+        states = await flow.states()
+        assert states.pop("n50") == "waiting_children"
+        assert states.pop("a") == "completed"
+        assert set(states.values()) == {"waiting"}
+        assert len(await rows.of("cascade_entry")) == 1
+        await locked.rollback()
+    finally:
+        await connection.close()
+    await parts_of(engine).cascade.settle_flow(*await key_of(flow))
+    assert (await flow.states())["n50"] == "waiting"
+    assert await rows.of("cascade_entry") == []
+    assert await engine.find_inconsistencies() == []
+
+
+async def key_of(flow: DrivenFlow) -> tuple[int, Any]:
+    """The partition and the id of a flow."""
+    (row,) = await flow.rows.of("flow", flow_id=flow.flow_id)
+    return row["partition_key"], row["flow_id"]
+
+
+async def test_what_a_dead_process_queued_is_settled_by_a_sweep_of_another(
+    engine: Engine, rows: Rows, clock: Clock, engines: Engines
+) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b c", "a>b b>c")
+    parts_of(engine).wakeups.on_members_ended = None
+    await flow.fail("a")
+    assert (await flow.states())["b"] == "waiting_children"
+    other = await engines()
+    await clock.advance(ms=1_001)
+    await Reconciler(other).catch_up()
+    await parts_of(other).cascade.drain()
+    assert await flow.states() == {"a": "failed", "b": "skipped", "c": "skipped"}
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_an_end_that_an_older_version_did_not_queue_is_found_by_the_safety_net(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b c d", "a>b c>d")
+    parts_of(engine).wakeups.on_members_ended = None
+    await flow.succeed("a")
+    await flow.fail("c")
+    # An older version ends members without queueing an entry.
+    await connection.execute("delete from cascade_entry")
+    await parts_of(engine).blocked.reconcile()
+    assert await flow.states() == {"a": "completed", "b": "waiting", "c": "failed", "d": "skipped"}
+    await engine.project_flow_summary(flow.flow_id)
+    (stored,) = await rows.of("flow", flow_id=flow.flow_id)
+    assert (stored["live_count"], stored["unhappy_count"]) == (2, 1)
+
+
+async def test_one_event_can_be_settled_by_hand_and_only_once(engine: Engine, rows: Rows) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b c", "a>b a>c")
+    parts_of(engine).wakeups.on_members_ended = None
+    await flow.succeed("a")
+    (entry,) = await rows.of("cascade_entry")
+    result = await engine.cascade_completion(entry["event_id"])
+    assert (result.resolved, result.cascaded_children, result.synchronous) == (2, 0, False)
+    async with rows.unchanged():
+        assert (await engine.cascade_completion(entry["event_id"])).resolved == 0
+    await refused(engine.cascade_completion(-1), "invalid_input")
