@@ -237,8 +237,6 @@ def _operations() -> list[Operation]:
     )
     add("set_flow_tag", in_flow, lambda e, s: e.set_flow_tag(s.flow_id, "app.key", "value"))
     add("set_flow_tags", in_flow, lambda e, s: e.set_flow_tags(s.flow_id, {"app.key": "value", "app.other": "word"}))
-    add("submit_flow", nothing, _submit_flow, "without an id", is_idempotent=False)
-    add("submit_flow", nothing, lambda e, s: _submit_flow(e, s, flow_id=s.ids[0]), "with an id")
     add("submit_flow", nothing, submit_flow, "without an id", is_idempotent=False)
     add("submit_flow", nothing, lambda e, s: submit_flow(e, s, flow_id=s.ids[0]), "with an id")
 

@@ -1,6 +1,7 @@
 """Lists, counts and retention touch few rows of flows, and none for executions outside of flows."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 from uuid import UUID
 
 import asyncpg
@@ -29,7 +30,7 @@ FLOW_TABLES = ("flow", "edge", "edge_group", "cascade_entry", "cancel_backlog_me
 
 async def submit(engine: Engine, flow_id: FlowId, members: int, lane: str) -> None:
     """Submit a flow in which one member precedes all others."""
-    common = {"execution_kind": "job", "input_payload": b"{}", "creator_identity": "test"}
+    common: dict[str, Any] = {"execution_kind": "job", "input_payload": b"{}", "creator_identity": "test"}
     nodes = [FlowNode(name=str(nth), lane_id=lane, **common) for nth in range(members)]
     edges = [FlowEdge(upstream="0", downstream=str(nth)) for nth in range(1, members)]
     answer = await engine.submit_flow(flow_kind="dag", namespace="tests", flow_id=flow_id, nodes=nodes, edges=edges)

@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from engine.state import rounds
-from fixtures import Clock, Engines, Given, Rows, uuid_of
+from fixtures import Clock, Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.cancel_many import CancelDisposition, CancelResult
 from flowfabric.engine.flow import backlog
@@ -23,6 +23,7 @@ from flowfabric.model.ids import ExecutionId
 from .conftest import NewFlow
 from .flows import (
     LOCK_SUSPENSION,
+    is_settled,
     nothing_owed,
     owed,
     suspended_among,
@@ -66,7 +67,7 @@ async def test_a_member_that_stays_locked_is_named_delays_no_other_and_is_left_t
 
 
 async def test_acknowledging_the_last_members_at_the_same_time_leaves_no_header(
-    flows: NewFlow, rows: Rows, engine: Engine, engines: Engines
+    flows: NewFlow, rows: Rows, engine: Engine, engines: Engines, eventually: Eventually
 ) -> None:
     other = await engines()
     for _ in rounds(5, whole=30):
@@ -82,6 +83,7 @@ async def test_acknowledging_the_last_members_at_the_same_time_leaves_no_header(
             await engine.ack_cancel_member(flow.flow_id, first)
         for each in (first, second):
             await engine.cancel_execution(execution_id=each, reason="the next round follows")
+        await eventually(lambda flow=flow: is_settled(rows, flow))
 
 
 async def test_the_sweep_waits_for_the_grace_and_cancels_with_the_stored_reason(

@@ -19,15 +19,11 @@ select exists (
 -- Makes the impossible edges that lead to a member of a locked flow unsatisfied again, and their group pending. Returns how many of
 -- its edges are unsatisfied, and the impossible ones whose upstream has succeeded since, which the caller resolves.
 with clock as materialized (select ff_now() as now),
-impossible as materialized (
-  select d.partition_key, d.flow_id, d.edge_id, d.upstream_id from edge d
-   where d.downstream_id = :execution_id and d.partition_key = :partition_key and d.flow_id = :flow_id
-     and d.state::text = 'impossible'
-),
 reset_edges as (
   update edge d set state = 'unsatisfied', last_resolved_at = null
-    from impossible i
-   where d.partition_key = any(array[i.partition_key]) and d.flow_id = i.flow_id and d.edge_id = i.edge_id
+   where d.downstream_id = :execution_id and d.partition_key = :partition_key and d.flow_id = :flow_id
+     and d.state::text = 'impossible'
+  returning d.partition_key, d.edge_id, d.upstream_id
 ),
 reset_groups as (
   update edge_group g
@@ -43,13 +39,13 @@ deleted_pending_groups as (
 )
 select (select unsatisfied from reset_groups) as unsatisfied,
        array(
-         select i.edge_id
-           from impossible i
+         select d.edge_id
+           from reset_edges d
           cross join lateral (
                 select e.terminal_outcome from execution e
-                 where e.partition_key = i.partition_key and e.execution_id = i.upstream_id limit 1) e
+                 where e.partition_key = d.partition_key and e.execution_id = d.upstream_id limit 1) e
           where e.terminal_outcome = 'success'
-          order by i.edge_id) as succeeded;
+          order by d.edge_id) as succeeded;
 
 -- name: delete_pending_cancels
 -- Withdraws what was still to cancel a member of a locked flow: the cancellation of the flow, and groups that need it no more.
