@@ -4,7 +4,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.fabric.app import Fabric
 from flowfabric.fabric.errors import RunCancelled, RunError, RunExpired, RunFailed, RunSkipped, UnreadableResult
 from flowfabric.fabric.flow import Flow
-from flowfabric.fabric.flow_run import FlowCancelled, FlowFailed, FlowRun, FlowRunStatus
+from flowfabric.fabric.flow_run import FlowRun, FlowRunCancelled, FlowRunFailed, FlowRunStatus
 from flowfabric.fabric.node import all_of, any_of, quorum
 from flowfabric.fabric.run import Run, RunStatus
 from flowfabric.fabric.task import Task
@@ -34,9 +34,9 @@ __all__ = [
     "Fabric",
     "FixedBackoff",
     "Flow",
-    "FlowCancelled",
-    "FlowFailed",
     "FlowRun",
+    "FlowRunCancelled",
+    "FlowRunFailed",
     "FlowRunStatus",
     "FlowStatus",
     "InvalidInputError",

@@ -13,7 +13,7 @@ import pytest
 from typing_extensions import TypedDict
 
 from fixtures import Clock, Eventually
-from flowfabric import Context, Fabric, FlowFailed, FlowStatus, RunFailed, RunSkipped, all_of, any_of, quorum
+from flowfabric import Context, Fabric, FlowRunFailed, FlowStatus, RunFailed, RunSkipped, all_of, any_of, quorum
 from flowfabric.engine.read.upstreams import Upstreams
 from flowfabric.errors import TransportError
 from flowfabric.fabric.flow_run import FlowRun
@@ -313,7 +313,7 @@ async def test_a_failure_skips_what_depends_on_it_and_nothing_else(url: str) -> 
     alone = flow.add(copy, 5)
     async with fabric, fabric.worker():
         run = await flow.submit()
-        with pytest.raises(FlowFailed) as failed:
+        with pytest.raises(FlowRunFailed) as failed:
             await run.result(timeout=TIMEOUT)
         assert await run.run(alone).result() == 5
         with pytest.raises(RunSkipped, match="was skipped"):

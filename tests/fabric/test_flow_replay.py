@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fixtures import Eventually
-from flowfabric import Fabric, FlowFailed, FlowStatus, RunFailed, any_of
+from flowfabric import Fabric, FlowRunFailed, FlowStatus, RunFailed, any_of
 from flowfabric.errors import InvalidInputError, NotFoundError, StateError
 
 TIMEOUT = 60
@@ -76,7 +76,7 @@ async def test_a_replayed_flow_runs_only_what_did_not_succeed(url: str, *, is_fo
     async with fabric, fabric.worker():
         submitted = await flow.submit()
         run = fabric.flow_run(submitted.id) if is_found_by_id else submitted
-        with pytest.raises(FlowFailed):
+        with pytest.raises(FlowRunFailed):
             await run.result(timeout=TIMEOUT)
         source.is_broken = False
         again = await run.replay("repaired")

@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 
 from fixtures import Eventually, Rows
-from flowfabric import Fabric, FlowCancelled, FlowFailed, FlowStatus, RunCancelled, RunExpired, any_of
+from flowfabric import Fabric, FlowRunCancelled, FlowRunFailed, FlowStatus, RunCancelled, RunExpired, any_of
 from flowfabric.errors import EngineError, InvalidInputError, NotFoundError, StateError
 from flowfabric.fabric import flow_run, run
 from flowfabric.outcomes import LaneState
@@ -190,7 +190,7 @@ async def test_a_cancelled_flow_cancels_its_runs(fabric: Fabric, eventually: Eve
         await eventually(is_active)
         await run.cancel("no longer wanted")
         assert await run.wait(timeout=TIMEOUT) is FlowStatus.CANCELLED
-        with pytest.raises(FlowCancelled, match=f"flow {run.id} was cancelled: no longer wanted"):
+        with pytest.raises(FlowRunCancelled, match=f"flow {run.id} was cancelled: no longer wanted"):
             await run.result()
         for node in (a, b):
             with pytest.raises(RunCancelled):
@@ -243,11 +243,11 @@ async def test_the_error_of_a_flow_names_causes_first_and_at_most_ten(fabric: Fa
     many.add(tasks.copy, any_of([nodes[1]]))
     async with fabric, fabric.worker():
         failed, few = await flow.submit(), await many.submit()
-        with pytest.raises(FlowFailed, match=r"20 of 20 runs did not succeed: fail .*no luck") as error:
+        with pytest.raises(FlowRunFailed, match=r"20 of 20 runs did not succeed: fail .*no luck") as error:
             await failed.result(timeout=TIMEOUT)
         assert len(error.value.causes) == 10
         await few.run(nodes[2]).cancel("by hand")
-        with pytest.raises(FlowFailed) as error:
+        with pytest.raises(FlowRunFailed) as error:
             await few.result(timeout=TIMEOUT)
         assert [type(cause).__name__ for cause in error.value.causes] == ["RunFailed", "RunExpired", "RunCancelled"]
         with pytest.raises(RunExpired):

@@ -23,7 +23,7 @@ from flowfabric.cli.errors import one_line_errors
 from flowfabric.db.embedded import Embedded
 from flowfabric.fabric.app import Fabric
 from flowfabric.fabric.errors import RunError
-from flowfabric.fabric.flow_run import FlowError, FlowRun
+from flowfabric.fabric.flow_run import FlowRun, FlowRunError
 from flowfabric.fabric.node import all_of
 from flowfabric.fabric.run import Run
 from flowfabric.settings import Settings
@@ -187,7 +187,7 @@ async def _is_completed(flow_run: FlowRun, last: Run[int], expected: int) -> boo
     try:
         await flow_run.result(timeout=TIMEOUT_SECONDS)
         return await last.result() == expected
-    except (FlowError, RunError, TimeoutError):
+    except (FlowRunError, RunError, TimeoutError):
         return False
 
 

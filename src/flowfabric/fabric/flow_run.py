@@ -52,8 +52,8 @@ class FlowRunStatus:
         return sum(count for state, count in self.runs.items() if state in ENDED_STATES)
 
 
-class FlowError(Exception):
-    """A flow ended without success: FlowFailed or FlowCancelled."""
+class FlowRunError(Exception):
+    """A flow ended without success: FlowRunFailed or FlowRunCancelled."""
 
     def __init__(self, flow_id: str, reason: str | None, causes: Sequence[tuple[str, RunError]] = ()) -> None:
         super().__init__(flow_id, reason, causes)
@@ -64,7 +64,7 @@ class FlowError(Exception):
         self._tasks = tuple(task for task, _ in causes)
 
 
-class FlowFailed(FlowError):
+class FlowRunFailed(FlowRunError):
     """A flow has ended, and a final run, which no other run waits for, has not succeeded."""
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class FlowFailed(FlowError):
         return f"flow {self.flow_id} failed: {self.reason}" + (f": {'; '.join(named)}" if named else "")
 
 
-class FlowCancelled(FlowError):
+class FlowRunCancelled(FlowRunError):
     """A flow was cancelled."""
 
     def __str__(self) -> str:
@@ -167,11 +167,11 @@ class FlowRun:
     async def result(self, timeout: Duration | None = None) -> None:
         """Wait until the flow has ended, and return if it completed; read results with `flow_run.run(node).result()`.
 
-        Raises FlowFailed, which names the runs that failed, FlowCancelled, or TimeoutError if it does not end in time.
+        Raises FlowRunFailed, which names the runs that failed, FlowRunCancelled, or TimeoutError if it is not over in time.
         """
         ended = await self._wait(timeout)
         if ended is FlowStatus.CANCELLED:
-            raise FlowCancelled(self.id, (await self._progress()).cancel_reason)
+            raise FlowRunCancelled(self.id, (await self._progress()).cancel_reason)
         if ended is FlowStatus.COMPLETED:
             return
         unmet = await self._unmet()
@@ -263,10 +263,10 @@ class FlowRun:
         counts = [f"{count} {state.value.replace('_', ' ')}" for state, count in found.members.items()]
         return f": its runs are {listed(counts)}"
 
-    def _failure(self, progress: FlowProgress, unmet: UnmetMembers) -> FlowFailed:
+    def _failure(self, progress: FlowProgress, unmet: UnmetMembers) -> FlowRunFailed:
         causes = [(each.execution_kind, _error_of(each)) for each in unmet.first if each.is_cause]
         total = sum(progress.members.values())
-        return FlowFailed(self.id, f"{unmet.count} of {total} runs did not succeed", causes)
+        return FlowRunFailed(self.id, f"{unmet.count} of {total} runs did not succeed", causes)
 
     def _not_found(self) -> EngineError:
         return error("flow_not_found", f"{self.id}: it was not submitted to this store, or its retention is over")
