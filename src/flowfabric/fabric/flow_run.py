@@ -167,7 +167,7 @@ class FlowRun:
     async def result(self, timeout: Duration | None = None) -> None:
         """Wait until the flow has ended, and return if it completed; read results with `flow_run.run(node).result()`.
 
-        Raises FlowRunFailed, which names the runs that failed, FlowRunCancelled, or TimeoutError if it is not over in time.
+        Raises FlowRunFailed, which names the runs that failed, FlowRunCancelled, or TimeoutError if time runs out.
         """
         ended = await self._wait(timeout)
         if ended is FlowStatus.CANCELLED:
