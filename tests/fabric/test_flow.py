@@ -437,3 +437,4 @@ async def test_a_flow_of_a_thousand_nodes_runs_to_its_end(url: str) -> None:
         assert await run.run(end).result(timeout=TIMEOUT) == sum(range(998)) + 998
         await finished(run)
         assert (await run.status()).runs == {"completed": 1000}
+        assert await fabric.engine.find_inconsistencies() == []
