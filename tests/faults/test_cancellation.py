@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fixtures import Engines
-from flowfabric.engine import operation as operations_module
+from flowfabric.engine import operation as operations
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 
@@ -30,7 +30,7 @@ def public_operations() -> set[str]:
         if not name.startswith("_")
         and (
             inspect.iscoroutinefunction(getattr(Engine, name))
-            or isinstance(vars(Engine).get(name), operations_module.operation)
+            or isinstance(vars(Engine).get(name), operations.operation)
         )
     }
 
