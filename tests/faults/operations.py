@@ -1,14 +1,12 @@
 """Every operation of the engine for the fault sweeps: how its subject is prepared, and the call."""
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureReason
 from flowfabric.model.edge import Incoming, OnSatisfied, Quorum
@@ -89,16 +87,6 @@ class Operation:
     def title(self) -> str:
         """The name of the operation and its variant."""
         return f"{self.name}, {self.variant}" if self.variant else self.name
-
-
-def public_operations() -> set[str]:
-    """The names of the asynchronous operations of the engine."""
-    return {
-        name
-        for name in dir(Engine)
-        if not name.startswith("_")
-        and (inspect.iscoroutinefunction(getattr(Engine, name)) or isinstance(vars(Engine).get(name), operation))
-    }
 
 
 # Calls that take more than one line.
