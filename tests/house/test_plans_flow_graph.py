@@ -71,27 +71,25 @@ async def test_building_and_reading_a_flow_touches_few_rows(
     assert len(await engine.list_edges(flow.flow_id, Incoming(child))) == 3
     await engine.evaluate_flow_eligibility(child)
     await engine.explain(child)
-    read = set(
-        [
-            "read_flow_exists",
-            "lock_new_member",
-            "add_member",
-            "read_new_edge",
-            "insert_edge",
-            "read_group_policy",
-            "set_group_policy",
-            "read_edge_to_apply",
-            "apply_edge",
-            "block_by_dependencies",
-            "count_unresolved",
-            "set_flow_tags",
-            "read_flow_record",
-            "read_edge",
-            "list_outgoing_edges",
-            "list_incoming_edges",
-            "read_dependencies",
-        ]
-    )
+    read = {
+        "read_flow_exists",
+        "lock_new_member",
+        "add_member",
+        "read_new_edge",
+        "insert_edge",
+        "read_group_policy",
+        "set_group_policy",
+        "read_edge_to_apply",
+        "apply_edge",
+        "block_by_dependencies",
+        "count_unresolved",
+        "set_flow_tags",
+        "read_flow_record",
+        "read_edge",
+        "list_outgoing_edges",
+        "list_incoming_edges",
+        "read_dependencies",
+    }
     assert read <= set(touched.calls)
     assert {name: touched[name] for name in read if touched[name] > 30} == {}
 

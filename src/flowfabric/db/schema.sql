@@ -739,7 +739,7 @@ CREATE INDEX execution_tag_find ON execution_tag USING btree (key, "left"(value,
 
 CREATE INDEX flow_due ON flow USING btree (project_at) WHERE project_at IS NOT NULL;
 
-CREATE INDEX flow_list ON flow USING btree (namespace_no, public_flow_state, derived_state, created_at, flow_id);
+CREATE INDEX flow_list ON flow USING btree (namespace_no, public_flow_state, derived_state, created_at);
 
 CREATE INDEX flow_retained ON flow USING btree (retain_until);
 

@@ -11,7 +11,6 @@ from engine.state import claim, items, new
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.bulk import matching
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.bulk import matching
 from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read.listing import Listing

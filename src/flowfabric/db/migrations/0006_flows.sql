@@ -31,7 +31,7 @@ create table flow (
   cancellation_policy text,
   constraint flow_pkey primary key (partition_key, flow_id)
 ) with (fillfactor = 50);
-create index flow_list on flow (namespace_no, public_flow_state, derived_state, created_at, flow_id);
+create index flow_list on flow (namespace_no, public_flow_state, derived_state, created_at);
 create index flow_due on flow (project_at) where project_at is not null;
 create index flow_retained on flow (retain_until);
 

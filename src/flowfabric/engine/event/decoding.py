@@ -83,10 +83,7 @@ def _completions(row: Record, members: Iterator[Member]) -> Iterator[CompletionE
     except ValueError:
         raise Undecodable(f"the outcome {row['outcome']} is unknown") from None
     fields = {"at": row["at"], "outcome": outcome, "flow_id": _flow_id(row), "event_id": row["event_id"]}
-    return (
-        CompletionEvent(cursor=cursor, execution_id=execution_id, **fields)
-        for cursor, execution_id, _ in members
-    )
+    return (CompletionEvent(cursor=cursor, execution_id=execution_id, **fields) for cursor, execution_id, _ in members)
 
 
 def _flow_id(row: Record) -> FlowId | None:
