@@ -9,16 +9,15 @@ from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureReason
-from flowfabric.model.edge import Incoming, OnSatisfied, Quorum
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
 from flowfabric.model.stream import DurableSummary, Frame
 
 from .flow_calls import cancel_graph, cancel_many, submit_flow
+from .graph_calls import GRAPH_READS, GRAPH_WRITES
 from .preparations import (
     LARGE_INPUT,
-    beside_flow,
     claimed,
     completed,
     created,
@@ -53,11 +52,7 @@ from .preparations import (
     suspended,
     tagged,
     waiting_for_run_signal,
-    with_dependency,
-    with_ended_upstream,
     with_expired_stream,
-    with_staged_edge,
-    with_upstream,
     with_waitpoint,
 )
 from .scene import LEASE_MS, MINUTE, SECRET, WORKER, Subject
@@ -225,6 +220,8 @@ def _operations() -> list[Operation]:
     )
     add("set_flow_tag", in_flow, lambda e, s: e.set_flow_tag(s.flow_id, "app.key", "value"))
     add("set_flow_tags", in_flow, lambda e, s: e.set_flow_tags(s.flow_id, {"app.key": "value", "app.other": "word"}))
+    for arguments in GRAPH_WRITES:
+        add(*arguments)
     add("submit_flow", nothing, submit_flow, "without an id", is_idempotent=False)
     add("submit_flow", nothing, lambda e, s: submit_flow(e, s, flow_id=s.ids[0]), "with an id")
 
@@ -285,7 +282,6 @@ def _operations() -> list[Operation]:
     add("fail_execution", claimed, lambda e, s: e.fail_execution(**s.fence, failure_reason="x"))
     add("delay", claimed, lambda e, s: e.delay(s.handle, delayed_until(s)))
     add("wait_children", claimed, lambda e, s: e.wait_children(s.handle))
-    add("wait_children", with_dependency, lambda e, s: e.wait_children(s.handle), "with a dependency")
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle))
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle, was_started=False), "not started")
     add("trim", past_retention, lambda e, _: parts_of(e).retention.trim_batch())
@@ -444,16 +440,8 @@ def _reads() -> list[Operation]:
         found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, is_read=True))
 
     add("scan_eligible_executions", created, lambda e, s: e.scan_eligible_executions(lane_id=s.lane_id))
-    add("describe_flow", with_staged_edge, lambda e, s: e.describe_flow(s.flow_id))
-    add("describe_edge", with_staged_edge, lambda e, s: e.describe_edge(s.flow_id, s.ids[0]))
-    add("list_edges", with_staged_edge, lambda e, s: e.list_edges(s.flow_id, Incoming(s.execution_id)))
-    add("list_flows", in_flow, lambda e, _: e.list_flows(tag=("app.key", "value")))
-    add("get_flow_tag", in_flow, lambda e, s: e.get_flow_tag(s.flow_id, "app.key"))
-    add(
-        "evaluate_flow_eligibility",
-        with_staged_edge,
-        lambda e, s: e.evaluate_flow_eligibility(s.execution_id),
-    )
+    for arguments in GRAPH_READS:
+        add(*arguments)
     add("list_expired_leases", lease_expired, lambda e, _: e.list_expired_leases())
     add(
         "read_waitpoint_token",

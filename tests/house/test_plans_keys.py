@@ -118,6 +118,8 @@ ORDERED: dict[str, set[str]] = {
 
 READERS = {
     "list_newest",
+    "list_flows",
+    "list_tagged_flows",
     "list_oldest",
     "list_pairs",
     "list_candidates",
