@@ -137,8 +137,6 @@ READERS = {
     "list_broken_flows",
     "list_flow_orphans",
     "take_old_identities",
-    "list_flows",
-    "list_tagged_flows",
     "list_pending_groups",
     "read_entry",
 }
