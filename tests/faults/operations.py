@@ -15,7 +15,7 @@ from flowfabric.model.ids import LaneId
 from flowfabric.model.stream import DurableSummary, Frame
 
 from .flow_calls import cancel_graph, cancel_many, submit_flow
-from .graph_calls import GRAPH_READS, GRAPH_WRITES
+from .graph_calls import GRAPH_READS
 from .preparations import (
     LARGE_INPUT,
     claimed,
@@ -195,33 +195,6 @@ def _operations() -> list[Operation]:
     add("create_many", nothing, lambda e, s: _create_many(e, s, tags={"app.key": "value"}), "with ids and tags")
 
     # Flows.
-    add("create_flow", nothing, lambda e, s: e.create_flow(s.ids[0], flow_kind=s.name, namespace="tests"))
-    add("add_execution_to_flow", beside_flow, lambda e, s: e.add_execution_to_flow(s.flow_id, s.execution_id))
-    add(
-        "stage_dependency_edge",
-        with_upstream,
-        lambda e, s: e.stage_dependency_edge(s.flow_id, **s.edge, expected_graph_revision=2),
-    )
-    add(
-        "apply_dependency_to_child",
-        with_staged_edge,
-        lambda e, s: e.apply_dependency_to_child(s.flow_id, **s.edge, graph_revision=3),
-    )
-    add(
-        "apply_dependency_to_child",
-        with_ended_upstream,
-        lambda e, s: e.apply_dependency_to_child(s.flow_id, **s.edge, graph_revision=3),
-        "after its upstream execution",
-    )
-    add(
-        "set_edge_group_policy",
-        in_flow,
-        lambda e, s: e.set_edge_group_policy(s.flow_id, s.execution_id, Quorum(2, OnSatisfied.LET_RUN)),
-    )
-    add("set_flow_tag", in_flow, lambda e, s: e.set_flow_tag(s.flow_id, "app.key", "value"))
-    add("set_flow_tags", in_flow, lambda e, s: e.set_flow_tags(s.flow_id, {"app.key": "value", "app.other": "word"}))
-    for arguments in GRAPH_WRITES:
-        add(*arguments)
     add("submit_flow", nothing, submit_flow, "without an id", is_idempotent=False)
     add("submit_flow", nothing, lambda e, s: submit_flow(e, s, flow_id=s.ids[0]), "with an id")
 

@@ -202,18 +202,9 @@ class Scene:
         query = """select '{fp:' || e.partition_key || '}:' || e.execution_id from execution e join lane using (lane_no)
                     where lane_id = $1 and lifecycle_phase <> 'terminal'"""
         for (execution_id,) in await self._connection.fetch(query, subject.lane_id):
-<<<<<<< HEAD
-            try:
-                await self.engine.cancel_execution(execution_id=execution_id, reason="clean up")
-            except EngineError as error:
-                # The end of another member of its flow has just ended it.
-                if error.code != "execution_not_active":
-                    raise
-=======
-            # The cancellation of a member of a flow may have ended this one.
+            # The cancellation of another member of its flow may have ended it.
             with contextlib.suppress(ContentionError):
                 await self.engine.cancel_execution(execution_id=execution_id, reason="clean up")
->>>>>>> flow-submit
         if await self._connection.fetchval(
             "select true from lane where lane_id = $1 and state <> 'active'", subject.lane_id
         ):
