@@ -1,21 +1,23 @@
 """Every operation of the engine for the fault sweeps: how its subject is prepared, and the call."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Awaitable
 from typing import Any
 
 from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureReason
+from flowfabric.model.edge import Incoming
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
 from flowfabric.model.stream import DurableSummary, Frame
 
-from .flow_calls import cancel_graph, cancel_many, submit_flow
-from .graph_calls import GRAPH_READS
+from .flow_operations import flow_operations
+from .operation import Call, Operation, Prepare
 from .preparations import (
     LARGE_INPUT,
     claimed,
@@ -31,7 +33,6 @@ from .preparations import (
     lease_expired,
     nothing,
     of_instance,
-    owed,
     past_deadline,
     past_lease,
     past_retention,
@@ -43,7 +44,6 @@ from .preparations import (
     resumable,
     resume_granted,
     resumed,
-    running_in_flow,
     signalled,
     streaming,
     streaming_lease_expired,
@@ -52,13 +52,12 @@ from .preparations import (
     suspended,
     tagged,
     waiting_for_run_signal,
+    with_dependency,
     with_expired_stream,
+    with_staged_edge,
     with_waitpoint,
 )
 from .scene import LEASE_MS, MINUTE, SECRET, WORKER, Subject
-
-Prepare = Callable[[Subject], Awaitable[None]]
-Call = Callable[[Engine, Subject], Awaitable[object]]
 
 LARGE = {"input_payload": LARGE_INPUT}
 FRAME = Frame(bytes=b"frame", correlation_id="c")
@@ -66,22 +65,14 @@ PATCH = Frame(bytes=b'{"b": 2}', mode=DurableSummary())
 RAISED = FailureReason("x", error_type="ValueError", traceback="Traceback\n" * 500)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """One call of the engine on a prepared subject."""
-
-    name: str
-    variant: str = ""
-    prepare: Prepare
-    call: Call
-    is_idempotent: bool = True
-    """Whether a second call leaves the same rows as one call."""
-    is_read: bool = False
-
-    @property
-    def title(self) -> str:
-        """The name of the operation and its variant."""
-        return f"{self.name}, {self.variant}" if self.variant else self.name
+def public_operations() -> set[str]:
+    """The names of the asynchronous operations of the engine."""
+    return {
+        name
+        for name in dir(Engine)
+        if not name.startswith("_")
+        and (inspect.iscoroutinefunction(getattr(Engine, name)) or isinstance(vars(Engine).get(name), operation))
+    }
 
 
 # Calls that take more than one line.
@@ -194,22 +185,6 @@ def _operations() -> list[Operation]:
     add("create_many", nothing, lambda e, s: _create_many(e, s, **LARGE), "with ids, large inputs")
     add("create_many", nothing, lambda e, s: _create_many(e, s, tags={"app.key": "value"}), "with ids and tags")
 
-    # Flows.
-    add("submit_flow", nothing, submit_flow, "without an id", is_idempotent=False)
-    add("submit_flow", nothing, lambda e, s: submit_flow(e, s, flow_id=s.ids[0]), "with an id")
-
-    add("cancel_flow_header", in_flow, lambda e, s: cancel_graph(e.cancel_flow_header, s, "cancel_all"))
-    add(
-        "cancel_flow_header",
-        running_in_flow,
-        lambda e, s: cancel_graph(e.cancel_flow_header, s, "cancel_all"),
-        "running",
-    )
-    # The members are cancelled in further transactions.
-    add("cancel_flow", in_flow, lambda e, s: cancel_graph(e.cancel_flow, s, "flow_only"), "of the graph only")
-    add("ack_cancel_member", owed, lambda e, s: e.ack_cancel_member(s.flow_id, s.execution_id))
-    add("cancel_many", claimed, cancel_many)
-
     # Claiming.
     add("claim", created, _claim)
     add("claim", lease_expired, _claim, "an expired lease")
@@ -255,6 +230,7 @@ def _operations() -> list[Operation]:
     add("fail_execution", claimed, lambda e, s: e.fail_execution(**s.fence, failure_reason="x"))
     add("delay", claimed, lambda e, s: e.delay(s.handle, delayed_until(s)))
     add("wait_children", claimed, lambda e, s: e.wait_children(s.handle))
+    add("wait_children", with_dependency, lambda e, s: e.wait_children(s.handle), "with a dependency")
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle))
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle, was_started=False), "not started")
     add("trim", past_retention, lambda e, _: parts_of(e).retention.trim_batch())
@@ -270,6 +246,7 @@ def _operations() -> list[Operation]:
         lambda e, s: e.create_waitpoint(s.handle, waitpoint_key="wait", expires_in_ms=MINUTE),
         is_idempotent=False,
     )
+    found += flow_operations()
     found += _streams()
     found += _service_operations()
     found += _reads()
@@ -413,8 +390,16 @@ def _reads() -> list[Operation]:
         found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, is_read=True))
 
     add("scan_eligible_executions", created, lambda e, s: e.scan_eligible_executions(lane_id=s.lane_id))
-    for arguments in GRAPH_READS:
-        add(*arguments)
+    add("describe_flow", with_staged_edge, lambda e, s: e.describe_flow(s.flow_id))
+    add("describe_edge", with_staged_edge, lambda e, s: e.describe_edge(s.flow_id, s.ids[0]))
+    add("list_edges", with_staged_edge, lambda e, s: e.list_edges(s.flow_id, Incoming(s.execution_id)))
+    add("list_flows", in_flow, lambda e, _: e.list_flows(tag=("app.key", "value")))
+    add("get_flow_tag", in_flow, lambda e, s: e.get_flow_tag(s.flow_id, "app.key"))
+    add(
+        "evaluate_flow_eligibility",
+        with_staged_edge,
+        lambda e, s: e.evaluate_flow_eligibility(s.execution_id),
+    )
     add("list_expired_leases", lease_expired, lambda e, _: e.list_expired_leases())
     add(
         "read_waitpoint_token",

@@ -1,18 +1,17 @@
 """A cancelled call is done in full or not at all, and nothing acknowledged after it is lost."""
 
 import asyncio
-import inspect
 from typing import Any
 
 import pytest
 
 from fixtures import Engines
-from flowfabric.engine import operation as operations
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 
 from .conftest import IS_WHOLE, Sweep
-from .operations import OPERATIONS, Operation, groups
+from .operation import Operation
+from .operations import OPERATIONS, groups, public_operations
 from .scene import Scene, Subject, error_of
 
 SAMPLE = 2
@@ -20,19 +19,6 @@ SAMPLE = 2
 MOST_FAILURES = 5
 """A sweep of an operation stops after this many failures."""
 GROUPS = groups(is_whole=IS_WHOLE)
-
-
-def public_operations() -> set[str]:
-    """The names of the asynchronous operations of the engine."""
-    return {
-        name
-        for name in dir(Engine)
-        if not name.startswith("_")
-        and (
-            inspect.iscoroutinefunction(getattr(Engine, name))
-            or isinstance(vars(Engine).get(name), operations.operation)
-        )
-    }
 
 
 def test_every_operation_is_swept() -> None:
