@@ -2,8 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable
 from typing import Any
 
 from flowfabric import Fabric
@@ -11,16 +10,16 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureReason
-from flowfabric.model.edge import Incoming, OnSatisfied, Quorum
+from flowfabric.model.edge import Incoming
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
 from flowfabric.model.stream import DurableSummary, Frame
 
-from .flow_calls import cancel_graph, cancel_many, submit_flow
+from .flow_operations import flow_operations
+from .operation import Call, Operation, Prepare
 from .preparations import (
     LARGE_INPUT,
-    beside_flow,
     claimed,
     completed,
     created,
@@ -34,7 +33,6 @@ from .preparations import (
     lease_expired,
     nothing,
     of_instance,
-    owed,
     past_deadline,
     past_lease,
     past_retention,
@@ -46,7 +44,6 @@ from .preparations import (
     resumable,
     resume_granted,
     resumed,
-    running_in_flow,
     signalled,
     streaming,
     streaming_lease_expired,
@@ -56,39 +53,16 @@ from .preparations import (
     tagged,
     waiting_for_run_signal,
     with_dependency,
-    with_ended_upstream,
     with_expired_stream,
     with_staged_edge,
-    with_upstream,
     with_waitpoint,
 )
 from .scene import LEASE_MS, MINUTE, SECRET, WORKER, Subject
-
-Prepare = Callable[[Subject], Awaitable[None]]
-Call = Callable[[Engine, Subject], Awaitable[object]]
 
 LARGE = {"input_payload": LARGE_INPUT}
 FRAME = Frame(bytes=b"frame", correlation_id="c")
 PATCH = Frame(bytes=b'{"b": 2}', mode=DurableSummary())
 RAISED = FailureReason("x", error_type="ValueError", traceback="Traceback\n" * 500)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """One call of the engine on a prepared subject."""
-
-    name: str
-    variant: str = ""
-    prepare: Prepare
-    call: Call
-    is_idempotent: bool = True
-    """Whether a second call leaves the same rows as one call."""
-    is_read: bool = False
-
-    @property
-    def title(self) -> str:
-        """The name of the operation and its variant."""
-        return f"{self.name}, {self.variant}" if self.variant else self.name
 
 
 def public_operations() -> set[str]:
@@ -211,47 +185,6 @@ def _operations() -> list[Operation]:
     add("create_many", nothing, lambda e, s: _create_many(e, s, **LARGE), "with ids, large inputs")
     add("create_many", nothing, lambda e, s: _create_many(e, s, tags={"app.key": "value"}), "with ids and tags")
 
-    # Flows.
-    add("create_flow", nothing, lambda e, s: e.create_flow(s.ids[0], flow_kind=s.name, namespace="tests"))
-    add("add_execution_to_flow", beside_flow, lambda e, s: e.add_execution_to_flow(s.flow_id, s.execution_id))
-    add(
-        "stage_dependency_edge",
-        with_upstream,
-        lambda e, s: e.stage_dependency_edge(s.flow_id, **s.edge, expected_graph_revision=2),
-    )
-    add(
-        "apply_dependency_to_child",
-        with_staged_edge,
-        lambda e, s: e.apply_dependency_to_child(s.flow_id, **s.edge, graph_revision=3),
-    )
-    add(
-        "apply_dependency_to_child",
-        with_ended_upstream,
-        lambda e, s: e.apply_dependency_to_child(s.flow_id, **s.edge, graph_revision=3),
-        "after its upstream execution",
-    )
-    add(
-        "set_edge_group_policy",
-        in_flow,
-        lambda e, s: e.set_edge_group_policy(s.flow_id, s.execution_id, Quorum(2, OnSatisfied.LET_RUN)),
-    )
-    add("set_flow_tag", in_flow, lambda e, s: e.set_flow_tag(s.flow_id, "app.key", "value"))
-    add("set_flow_tags", in_flow, lambda e, s: e.set_flow_tags(s.flow_id, {"app.key": "value", "app.other": "word"}))
-    add("submit_flow", nothing, submit_flow, "without an id", is_idempotent=False)
-    add("submit_flow", nothing, lambda e, s: submit_flow(e, s, flow_id=s.ids[0]), "with an id")
-
-    add("cancel_flow_header", in_flow, lambda e, s: cancel_graph(e.cancel_flow_header, s, "cancel_all"))
-    add(
-        "cancel_flow_header",
-        running_in_flow,
-        lambda e, s: cancel_graph(e.cancel_flow_header, s, "cancel_all"),
-        "running",
-    )
-    # The members are cancelled in further transactions.
-    add("cancel_flow", in_flow, lambda e, s: cancel_graph(e.cancel_flow, s, "flow_only"), "of the graph only")
-    add("ack_cancel_member", owed, lambda e, s: e.ack_cancel_member(s.flow_id, s.execution_id))
-    add("cancel_many", claimed, cancel_many)
-
     # Claiming.
     add("claim", created, _claim)
     add("claim", lease_expired, _claim, "an expired lease")
@@ -313,6 +246,7 @@ def _operations() -> list[Operation]:
         lambda e, s: e.create_waitpoint(s.handle, waitpoint_key="wait", expires_in_ms=MINUTE),
         is_idempotent=False,
     )
+    found += flow_operations()
     found += _streams()
     found += _service_operations()
     found += _reads()

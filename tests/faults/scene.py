@@ -1,6 +1,7 @@
 """What a fault sweep calls operations on (subjects), their rows in a comparable form, and probes of an engine."""
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -11,7 +12,7 @@ import asyncpg
 
 from fixtures import Clock, uuid_of
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import EngineError
+from flowfabric.model.errors import ContentionError, EngineError
 from flowfabric.model.execution import Created, NewExecution
 from flowfabric.model.grant import Granted
 from flowfabric.model.handle import Handle
@@ -201,12 +202,9 @@ class Scene:
         query = """select '{fp:' || e.partition_key || '}:' || e.execution_id from execution e join lane using (lane_no)
                     where lane_id = $1 and lifecycle_phase <> 'terminal'"""
         for (execution_id,) in await self._connection.fetch(query, subject.lane_id):
-            try:
+            # The cancellation of another member of its flow may have ended it.
+            with contextlib.suppress(ContentionError):
                 await self.engine.cancel_execution(execution_id=execution_id, reason="clean up")
-            except EngineError as error:
-                # The end of another member of its flow has just ended it.
-                if error.code != "execution_not_active":
-                    raise
         if await self._connection.fetchval(
             "select true from lane where lane_id = $1 and state <> 'active'", subject.lane_id
         ):

@@ -10,7 +10,8 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 
 from .conftest import IS_WHOLE, Sweep
-from .operations import OPERATIONS, Operation, groups, public_operations
+from .operation import Operation
+from .operations import OPERATIONS, groups, public_operations
 from .scene import Scene, Subject, error_of
 
 SAMPLE = 2

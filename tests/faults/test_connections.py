@@ -12,7 +12,8 @@ from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.settings import Settings
 
 from .conftest import IS_WHOLE, Sweep
-from .operations import OPERATIONS, Operation, groups
+from .operation import Operation
+from .operations import OPERATIONS, groups
 from .proxy import Action, Fault, Proxy, Side
 from .scene import Scene, Subject, error_of
 

@@ -14,7 +14,8 @@ from flowfabric.model.ids import ExecutionId, LaneId, plain_id
 from flowfabric.model.lease import ExpiredLeaseCursor
 from flowfabric.worker.callback import SignalFields, verify_and_deliver
 
-from .operations import OPERATIONS, Operation
+from .operation import Operation
+from .operations import OPERATIONS
 from .preparations import resume_granted, suspended
 from .scene import LEASE_MS, WORKER, Scene
 

@@ -60,7 +60,8 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pending_cancel_group": (("partition_key", "flow_id"),),
     "cancel_backlog": (("partition_key", "flow_id"),),
     "cancel_backlog_member": (("partition_key", "flow_id"),),
-    "cascade_entry": (("partition_key", "event_id"),),
+    # A queue: it is short, and a partition has few of its entries.
+    "cascade_entry": (("partition_key",),),
     "worker": (("partition_key", "namespace", "worker_instance_id"),),
     "worker_event": (("partition_key", "namespace", "worker_instance_id"),),
 }
@@ -89,6 +90,9 @@ ORDERED: dict[str, set[str]] = {
     "take_hidden_frames": {"stream_due"},
     "list_due_streams": {"stream_due"},
     "list_due_flows": {"flow_due"},
+    "list_due_backlogs": {"cancel_backlog_due"},
+    "list_old_entries": {"cascade_entry_age"},
+    "list_stuck": {"listed_state"},
     "take_expired_keys": {"idempotency_key_due"},
     "take_old_grants": {"claim_grant_due"},
     "take_expired_workers": {"worker_due"},
@@ -104,6 +108,9 @@ ORDERED: dict[str, set[str]] = {
         "claim_grant_due",
         "stream_due",
         "flow_due",
+        "cancel_backlog_due",
+        "cascade_entry_age",
+        "pending_cancel_group_age",
         "worker_due",
     },
 }
@@ -111,6 +118,8 @@ ORDERED: dict[str, set[str]] = {
 
 READERS = {
     "list_newest",
+    "list_flows",
+    "list_tagged_flows",
     "list_oldest",
     "list_pairs",
     "list_candidates",
@@ -128,6 +137,8 @@ READERS = {
     "list_broken_flows",
     "list_flow_orphans",
     "take_old_identities",
+    "list_pending_groups",
+    "read_entry",
 }
 """Statements that scan a table: lists, counts, consistency checks, and scans of the few claims."""
 

@@ -159,4 +159,4 @@ async def test_no_index_of_execution_contains_a_column_that_changes(connection: 
     # Otherwise every claim and every ending would write to all indexes of the table.
     indexes = [row for row in await connection.fetch(_INDEXES) if row["on_table"] == "execution"]
     assert {column for row in indexes for column in row["columns"]} == NEVER_CHANGED
-    assert [row["name"] for row in indexes if row["predicate"] is not None] == ["execution_flow", "execution_flow_list"]
+    assert [row["name"] for row in indexes if row["predicate"] is not None] == ["execution_flow"]

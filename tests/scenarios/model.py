@@ -6,16 +6,16 @@ return tuples or raise `Refusal` with the error code of the engine.
 
 from collections.abc import Iterable, Sequence
 
+from .model_operators import Answer, Operators
 from .model_values import DAY_MS, GRANT_MEMORY_MS, LOST, Attempt, Execution, Grant, Lease, Policy, Refusal
 
 EXEMPT = ("operator_override", "flow_cascade", "system_timeout")
 
-Answer = tuple[object, ...]
 Lanes = Sequence[str]
 Kinds = Sequence[str] | None
 
 
-class Model:
+class Model(Operators):
     """All executions and the time."""
 
     def __init__(self, now: int) -> None:
@@ -385,35 +385,6 @@ class Model:
         self._end_attempt(one, "ended_cancelled", f"cancelled: {reason}", None)
         self._end(one, "cancelled", reason, "cancelled")
         one.cancelled_by = source
-
-    def replay_execution(self, name: str) -> Answer:
-        self.find(name).replay(self.now)
-        return ("Replayed",)
-
-    # Operators.
-
-    def revoke_lease(self, name: str) -> Answer:
-        one = self.find(name)
-        if one.phase != "active":
-            return "AlreadySatisfied", "no_active_lease"
-        if self.mark_if_expired(one) or one.ownership == "lease_expired_reclaimable":
-            return "AlreadySatisfied", "already_expired"
-        if one.ownership == "lease_revoked":
-            return "AlreadySatisfied", "already_revoked"
-        one.ownership, one.blocking = "lease_revoked", "waiting_for_worker"
-        one.attempt_state, one.mutation_at = "attempt_interrupted", self.now
-        one.add_event("revoked x")
-        return ("Revoked",)
-
-    def change_priority(self, name: str, priority: int) -> Answer:
-        one = self.find(name)
-        if one.eligibility != "eligible_now":
-            raise Refusal("execution_not_eligible")
-        clamped = max(0, min(priority, 9000))
-        if clamped != one.priority:
-            one.priority, one.mutation_at = clamped, self.now
-            one.add_event("operator_action priority_changed")
-        return "Changed", name
 
     # Time.
 

@@ -5,10 +5,10 @@ import copy
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from engine.counts import miscounts
 from engine.state import IS_WHOLE
@@ -17,7 +17,8 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import uuid7
 
-from .model import Answer, Model
+from .model import Model
+from .model_operators import Answer
 from .model_rows import (
     Store,
     agree,
@@ -28,6 +29,7 @@ from .model_rows import (
     stored_state,
     sweep_answer,
 )
+from .model_steps import STEPS, step
 from .model_values import (
     CLASSES,
     GRANT_MEMORY_MS,
@@ -52,32 +54,6 @@ CALLS = ("once", "twice")
 
 COUNTS_EVERY = 1 if IS_WHOLE else 4
 """How many steps lie between two comparisons of the counts."""
-
-
-class Step(NamedTuple):
-    """A step for random walks: how often it is taken, and the values of its arguments."""
-
-    name: str
-    weight: int
-    needs_lease: bool
-    choices: dict[str, tuple[Any, ...]]
-
-
-STEPS: list[Step] = []
-Function = TypeVar("Function", bound=Callable[..., None])
-
-
-def step(*, weight: int = 1, needs_lease: bool = False, **choices: tuple[Any, ...]) -> Callable[[Function], Any]:
-    """Make a method a step of Hypothesis and of random walks."""
-
-    def register(function: Function) -> Any:
-        STEPS.append(Step(function.__name__, weight, needs_lease, choices))
-        strategies: dict[str, Any] = {name: st.sampled_from(values) for name, values in choices.items()}
-        decorate: Any = rule(**strategies)
-        has_lease: Any = precondition(lambda machine: bool(machine.leases))
-        return has_lease(decorate(function)) if needs_lease else decorate(function)
-
-    return register
 
 
 class EngineAgainstModel(RuleBasedStateMachine):

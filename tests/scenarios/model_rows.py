@@ -14,7 +14,8 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome
 from flowfabric.settings import Settings
 
-from .model import Answer, Model
+from .model import Model
+from .model_operators import Answer
 from .model_values import Execution, Refusal
 
 State = dict[str, dict[str, Any]]

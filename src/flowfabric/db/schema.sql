@@ -144,7 +144,7 @@ create table cascade_entry (
   outcome smallint not null,
   queued_at bigint not null,
   execution_ids uuid[] not null,
-  after_edge_id uuid,
+  after_edge_no integer,
   has_left_edges boolean not null default false,
   constraint cascade_entry_pkey PRIMARY KEY (partition_key, event_id));
 
@@ -187,6 +187,7 @@ create table edge (
   partition_key smallint not null,
   flow_id uuid not null,
   edge_id uuid not null,
+  edge_no integer not null,
   upstream_id uuid not null,
   downstream_id uuid not null,
   state dependency_state not null,
@@ -721,7 +722,7 @@ CREATE INDEX claim_grant_due ON claim_grant USING btree (expires_at);
 
 CREATE INDEX edge_in ON edge USING btree (downstream_id);
 
-CREATE INDEX edge_out ON edge USING btree (upstream_id, edge_id);
+CREATE INDEX edge_out ON edge USING btree (upstream_id, edge_no);
 
 CREATE INDEX event_feed ON ONLY event USING btree (xid, event_id);
 
@@ -729,9 +730,7 @@ CREATE INDEX event_order ON ONLY event USING btree (event_id);
 
 CREATE INDEX event_rare_order ON ONLY event USING btree (kind, event_id) WHERE kind <> ALL (ARRAY['acquired'::event_kind, 'renewed'::event_kind, 'released'::event_kind, 'ended'::event_kind]);
 
-CREATE INDEX execution_flow ON execution USING btree (flow_id, execution_id) WHERE flow_id IS NOT NULL;
-
-CREATE INDEX execution_flow_list ON execution USING btree (flow_id, created_at, execution_id) WHERE flow_id IS NOT NULL;
+CREATE INDEX execution_flow ON execution USING btree (flow_id, created_at, execution_id) WHERE flow_id IS NOT NULL;
 
 CREATE INDEX execution_list ON execution USING btree (namespace_no, lane_no, created_at);
 
@@ -739,7 +738,7 @@ CREATE INDEX execution_tag_find ON execution_tag USING btree (key, "left"(value,
 
 CREATE INDEX flow_due ON flow USING btree (project_at) WHERE project_at IS NOT NULL;
 
-CREATE INDEX flow_list ON flow USING btree (namespace_no, public_flow_state, derived_state, created_at, flow_id);
+CREATE INDEX flow_list ON flow USING btree (namespace_no, public_flow_state, derived_state, created_at);
 
 CREATE INDEX flow_retained ON flow USING btree (retain_until);
 

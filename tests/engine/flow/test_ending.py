@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 from uuid import uuid4
 
+import asyncpg
 import pytest
 
 from engine.flow.graphs import BuiltFlow
@@ -158,3 +159,23 @@ async def test_a_closing_engine_fails_its_waits(
             await refused(engine.wait_for_flow(flow.flow_id), "unavailable")
     refusal = await refused(waiting, "unavailable")
     assert "wait_for_flow" in str(refusal)
+
+
+async def test_a_projection_that_corrects_the_counts_wakes_the_waits(
+    engine: Engine,
+    flow: BuiltFlow,
+    connection: asyncpg.Connection,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    statements: Counter[str],
+) -> None:
+    monkeypatch.setattr(FlowEndings, "POLL_SECONDS", (600.0, 600.0))
+    member = await flow.member()
+    waiting = asyncio.create_task(engine.wait_for_flow(flow.flow_id))
+    await eventually(lambda: statements[QUERY] > 0)
+    # As a version without flows ends a member.
+    parts_of(engine).wakeups.on_members_ended = None
+    await engine.cancel_execution(execution_id=member, reason="not wanted")
+    await connection.execute("delete from cascade_entry")
+    assert await engine.project_flow_summary(flow.flow_id)
+    assert await asyncio.wait_for(waiting, 30) == ended(flow, FlowStatus.FAILED)

@@ -31,7 +31,7 @@ create table flow (
   cancellation_policy text,
   constraint flow_pkey primary key (partition_key, flow_id)
 ) with (fillfactor = 50);
-create index flow_list on flow (namespace_no, public_flow_state, derived_state, created_at, flow_id);
+create index flow_list on flow (namespace_no, public_flow_state, derived_state, created_at);
 create index flow_due on flow (project_at) where project_at is not null;
 create index flow_retained on flow (retain_until);
 
@@ -70,6 +70,8 @@ create table edge (
   partition_key         smallint         not null,
   flow_id               uuid             not null,
   edge_id               uuid             not null,
+  -- Counts the edges of the flow: the edges of one upstream execution are resolved in this order.
+  edge_no               integer          not null,
   upstream_id           uuid             not null,
   downstream_id         uuid             not null,
   state                 dependency_state not null,
@@ -81,7 +83,7 @@ create table edge (
   constraint edge_pkey primary key (partition_key, flow_id, edge_id),
   constraint edge_applied_has_time check ((state <> 'staged') = (applied_at is not null))
 ) with (fillfactor = 60);
-create index edge_out on edge (upstream_id, edge_id);
+create index edge_out on edge (upstream_id, edge_no);
 create index edge_in on edge (downstream_id);
 
 -- The inbound edges of one downstream execution: staged_count of them, of which applied_count are applied.
@@ -130,7 +132,7 @@ create table cascade_entry (
   queued_at     bigint   not null,
   execution_ids uuid[]   not null,
   -- How far the edges of the first execution are resolved, and whether some before were left because their child was locked.
-  after_edge_id uuid,
+  after_edge_no integer,
   has_left_edges boolean not null default false,
   constraint cascade_entry_pkey primary key (partition_key, event_id)
 );
@@ -158,8 +160,7 @@ create table cancel_backlog_member (
 );
 
 -- The members of a flow. No index of execution has a column that a claim or an end changes.
-create index execution_flow on execution (flow_id, execution_id) where flow_id is not null;
-create index execution_flow_list on execution (flow_id, created_at, execution_id) where flow_id is not null;
+create index execution_flow on execution (flow_id, created_at, execution_id) where flow_id is not null;
 
 -- A skipped execution's attempt was cancelled.
 create or replace view attempt_all as

@@ -44,13 +44,14 @@ select e.partition_key, e.execution_id, e.flow_id, null, null
        -- include: standing
        ) s
  where e.eligibility_state = 'blocked_by_dependencies'
-   and (s.is_free or exists (
-         select from edge x
+   and (s.is_free or (
+         select true
+           from (select x.partition_key, x.upstream_id from edge x
+                  where x.downstream_id = e.execution_id and x.partition_key = e.partition_key and x.state = 'unsatisfied' offset 0) x
           cross join lateral (
                 select u.lifecycle_phase from execution u
                  where u.partition_key = x.partition_key and u.execution_id = x.upstream_id limit 1) u
-          where x.downstream_id = e.execution_id and x.partition_key = e.partition_key and x.state = 'unsatisfied'
-            and u.lifecycle_phase = 'terminal'));
+          where u.lifecycle_phase = 'terminal' limit 1));
 
 -- name: list_ended_upstreams
 -- The unsatisfied edges of executions of a locked flow whose upstream executions have ended, with their outcomes.

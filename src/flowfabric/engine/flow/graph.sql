@@ -75,9 +75,12 @@ select exists (select from member where execution_id = :upstream_id) as has_upst
 -- Stages an edge in a locked flow, and counts it in the group of its downstream execution; returns the new graph revision.
 with clock as materialized (select ff_now() as now),
 staged as (
-  insert into edge (partition_key, flow_id, edge_id, upstream_id, downstream_id, state, staged_at, dependency_kind, data_passing_ref)
-  select :partition_key, :flow_id, :edge_id, :upstream_id, :downstream_id, 'staged', c.now, :dependency_kind, :data_passing_ref
+  insert into edge (partition_key, flow_id, edge_id, edge_no, upstream_id, downstream_id, state, staged_at, dependency_kind,
+                    data_passing_ref)
+  select f.partition_key, f.flow_id, :edge_id, f.edge_count + 1, :upstream_id, :downstream_id, 'staged', c.now, :dependency_kind,
+         :data_passing_ref
     from clock c
+   cross join (select f.* from flow f where f.partition_key = :partition_key and f.flow_id = :flow_id) f
 ),
 grouped as (
   insert into edge_group as g (partition_key, flow_id, downstream_id, staged_count, created_at)

@@ -162,7 +162,7 @@ work as materialized (
 
 -- fragment: entries
 -- The entries of the cascade that the transaction has locked, their executions in order (member), and the unsatisfied edges that leave
--- them (out_edge), one more than :edges at most. The first execution of an entry may have been settled up to after_edge_id.
+-- them (out_edge), one more than :edges at most. The first execution of an entry may have been settled up to after_edge_no.
 entry as materialized (
   select c.*
     from unnest(:entry_partitions::smallint[], :event_ids::bigint[]) as i(partition_key, event_id)
@@ -172,20 +172,21 @@ entry as materialized (
 ),
 member as materialized (
   select e.event_id, e.partition_key, e.flow_id, e.outcome, m.execution_id, m.nth, row_number() over (order by e.event_id, m.nth) as rank,
-         case when m.nth = 1 then e.after_edge_id end as after_edge_id, m.nth = 1 and e.has_left_edges as has_left_edges
+         case when m.nth = 1 then e.after_edge_no end as after_edge_no, m.nth = 1 and e.has_left_edges as has_left_edges
     from entry e
    cross join lateral unnest(e.execution_ids) with ordinality as m(execution_id, nth)
    order by e.event_id, m.nth
 ),
 out_edge as materialized (
-  select m.event_id, m.rank, m.partition_key, m.flow_id, m.outcome, m.execution_id as upstream_id, x.edge_id, x.downstream_id,
-         x.data_passing_ref, row_number() over (order by m.rank, x.edge_id) as nth
+  select m.event_id, m.rank, m.partition_key, m.flow_id, m.outcome, m.execution_id as upstream_id, x.edge_id, x.edge_no, x.downstream_id,
+         x.data_passing_ref, row_number() over (order by m.rank, x.edge_no) as nth
     from member m
    cross join lateral (
-         select x.edge_id, x.downstream_id, x.data_passing_ref from edge x
+         select x.edge_id, x.edge_no, x.downstream_id, x.data_passing_ref from edge x
           where x.upstream_id = m.execution_id and x.partition_key = m.partition_key and x.state = 'unsatisfied'
-            and x.edge_id > coalesce(m.after_edge_id, '00000000-0000-0000-0000-000000000000')
-          order by x.edge_id limit :edges::int + 1) x
+            and x.flow_id = m.flow_id
+            and x.edge_no > coalesce(m.after_edge_no, 0)
+          order by x.edge_no limit :edges::int + 1) x
    limit :edges + 1
 )
 
@@ -235,7 +236,7 @@ hop as materialized (select * from located where is_taken and is_locked),
 -- The execution at which :edges were reached: it and those behind it are left.
 cut as materialized (
   select min(rank) filter (where not is_taken) as rank,
-         (array_agg(edge_id order by nth desc) filter (where is_taken))[1] as last_edge_id
+         (array_agg(edge_no order by nth desc) filter (where is_taken))[1] as last_edge_no
     from located
 ),
 left_member as materialized (
@@ -244,21 +245,22 @@ left_member as materialized (
     left join (select rank, true as is_left from located where is_taken and not is_locked group by rank) l using (rank)
    where l.is_left or m.rank >= (select rank from cut)
          -- A second pass for the edges that were left in the first.
-      or (m.has_left_edges and m.after_edge_id is not null)
+      or (m.has_left_edges and m.after_edge_no is not null)
 ),
 left_entry as materialized (
-  select event_id, array_agg(execution_id order by rank) as execution_ids, min(rank) as rank from left_member group by event_id
+  select partition_key, event_id, array_agg(execution_id order by rank) as execution_ids, min(rank) as rank
+    from left_member group by partition_key, event_id
 ),
 set_entries as (
   update cascade_entry c
      set execution_ids = l.execution_ids,
-         after_edge_id = case when l.rank = t.rank then
-           case when exists (select from located o where o.rank = l.rank and o.is_taken) then t.last_edge_id else m.after_edge_id end end,
+         after_edge_no = case when l.rank = t.rank then
+           case when exists (select from located o where o.rank = l.rank and o.is_taken) then t.last_edge_no else m.after_edge_no end end,
          has_left_edges = coalesce(l.rank = t.rank, false) and (coalesce(m.is_left, false) or m.has_left_edges)
     from left_entry l
    cross join cut t
     join left_member m on m.rank = l.rank
-   where c.partition_key = any(array[m.partition_key]) and c.event_id = l.event_id
+   where c.partition_key = any(array[l.partition_key]) and c.event_id = l.event_id
 ),
 deleted_entries as (
   delete from cascade_entry c using entry e

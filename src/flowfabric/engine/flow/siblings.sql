@@ -49,7 +49,7 @@ delete from pending_cancel_group p
  where p.partition_key = :partition_key and p.flow_id = :flow_id and p.downstream_id = :downstream_id
    and (exists (select from held) or not exists (
          select from edge_group g
-          where g.partition_key = p.partition_key and g.flow_id = p.flow_id and g.downstream_id = p.downstream_id));
+          where g.partition_key = :partition_key and g.flow_id = :flow_id and g.downstream_id = :downstream_id));
 
 -- name: take_finished_group
 -- Deletes the entry of a group that needs no cancellation any more and clears its flag, and returns what was done: nothing if the

@@ -226,7 +226,7 @@ class SubmitFlow:
             # Other tasks of the event loop have a turn.
             await asyncio.sleep(0)
         for part in _parts([0] * len(draft.edge_uuids)):
-            found.append((SQL.insert_edges, {**of_flow, **_edge_columns(draft, part)}))
+            found.append((SQL.insert_edges, {**of_flow, "edges_before": part.start, **_edge_columns(draft, part)}))
             await asyncio.sleep(0)
         nodes = list(draft.graph.policies)
         for part in _parts([0] * len(nodes)):

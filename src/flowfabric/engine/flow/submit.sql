@@ -135,15 +135,15 @@ select null, null, null, null, min(delay_until - now) from item where is_delayed
 -- name: insert_edges
 -- Creates applied edges of a new flow.
 with clock as materialized (select ff_now() as now)
-insert into edge (partition_key, flow_id, edge_id, upstream_id, downstream_id, state, staged_at, applied_at, dependency_kind,
-                  data_passing_ref)
-select :partition_key::smallint, :flow_id::uuid, i.edge_id, coalesce(i.upstream_id, (:upstream_ids)[1]),
+insert into edge (partition_key, flow_id, edge_id, edge_no, upstream_id, downstream_id, state, staged_at, applied_at,
+                  dependency_kind, data_passing_ref)
+select :partition_key::smallint, :flow_id::uuid, i.edge_id, :edges_before::int + i.nth, coalesce(i.upstream_id, (:upstream_ids)[1]),
        coalesce(i.downstream_id, (:downstream_ids)[1]), 'unsatisfied', c.now, c.now,
        coalesce(i.dependency_kind, (:dependency_kinds)[1]),
        case cardinality(:data_passing_refs) when 1 then (:data_passing_refs)[1] else i.data_passing_ref end
   from unnest(:edge_ids::uuid[], :upstream_ids::uuid[], :downstream_ids::uuid[], :dependency_kinds::text[],
-              :data_passing_refs::text[])
-       as i(edge_id, upstream_id, downstream_id, dependency_kind, data_passing_ref)
+              :data_passing_refs::text[]) with ordinality
+       as i(edge_id, upstream_id, downstream_id, dependency_kind, data_passing_ref, nth)
  cross join clock c;
 
 -- name: insert_groups

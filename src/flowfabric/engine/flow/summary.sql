@@ -13,7 +13,9 @@ select f.partition_key, f.flow_id
  cross join unnest(:partition_keys::smallint[], :flow_ids::uuid[]) with ordinality as i(partition_key, flow_id, nth)
  cross join lateral (
        select f.partition_key, f.flow_id from flow f
-        where f.partition_key = i.partition_key and f.flow_id = i.flow_id and f.project_at <= c.now
+        where f.partition_key = i.partition_key and f.flow_id = i.flow_id
+          -- Not a condition for the index on the time: rows are found by their key.
+          and (f.project_at <= c.now) is true
           for update skip locked) f
  order by i.nth;
 

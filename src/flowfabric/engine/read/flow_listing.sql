@@ -46,10 +46,10 @@ page as materialized (
 )
 select
 -- include: entry
-, :tag_key::text is null or exists (
-    select from flow_tag t
-     where t.partition_key = f.partition_key and t.flow_id = f.flow_id and t.key collate "C" = :tag_key and t.value = :tag_value::text
-  ) as is_match
+, :tag_key::text is null or (
+    select t.value = :tag_value::text from flow_tag t
+     where t.partition_key = f.partition_key and t.flow_id = f.flow_id and t.key collate "C" = :tag_key
+  ) is true as is_match
   from page f
   left join lateral (select n.namespace from namespace n where n.namespace_no = f.namespace_no limit 1) n on true
  order by f.created_at desc, f.flow_id desc;
