@@ -68,6 +68,18 @@ PRINTED = {
         "invoiced before the restart: 2",
         "invoiced after it: 5, every run of acme once: True",
     ],
+    "flow_etl.py": [
+        "submitted once: True",
+        "2026-01-31: 5500 cents in 5 parts",
+        "parts: [1500, 700, 900, 1100, 1300]",
+        "8 runs have ended",
+    ],
+    "flow_judges.py": [
+        "decision: publish",
+        "judge 4 is cancelled: three verdicts are enough",
+        "the flow has completed",
+        "judges: cancelled, completed, completed, completed, failed",
+    ],
     "service.py": ["HELLO"],
 }
 """What each example prints, among other lines."""

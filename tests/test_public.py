@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import flowfabric
-from flowfabric import Context, Engine, Fabric, Run, Task, Worker
+from flowfabric import Context, Engine, Fabric, Flow, FlowRun, Run, Task, Worker
 from flowfabric.model.support import NAMED_OPERATIONS
 
 MODULES = (
@@ -41,6 +41,12 @@ def test_the_names_of_the_package_are_these() -> None:
         "ExponentialBackoff",
         "Fabric",
         "FixedBackoff",
+        "Flow",
+        "FlowRun",
+        "FlowRunCancelled",
+        "FlowRunFailed",
+        "FlowRunStatus",
+        "FlowStatus",
         "InvalidInputError",
         "NewExecution",
         "NoRetry",
@@ -51,6 +57,7 @@ def test_the_names_of_the_package_are_these() -> None:
         "RunError",
         "RunExpired",
         "RunFailed",
+        "RunSkipped",
         "RunStatus",
         "Settings",
         "Task",
@@ -58,7 +65,10 @@ def test_the_names_of_the_package_are_these() -> None:
         "WaitTimeout",
         "Worker",
         "__version__",
+        "all_of",
+        "any_of",
         "log_fields",
+        "quorum",
         "verify_and_deliver",
     ]
 
@@ -127,14 +137,37 @@ async def test_an_editor_completes_only_what_users_need_of_the_rest(url: str) ->
 
     async with fabric:
         run = await job.submit()
+        flow = fabric.flow("jobs")
+        flow.add(job)
+        flow_run = await flow.submit()
         worker = fabric.worker()
         shown = {
             kind.__name__: [name for name in dir(thing) if not name.startswith("_")]
-            for kind, thing in ((Fabric, fabric), (Task, job), (Run, run), (Worker, worker))
+            for kind, thing in (
+                (Fabric, fabric),
+                (Task, job),
+                (Run, run),
+                (Worker, worker),
+                (Flow, flow),
+                (FlowRun, flow_run),
+            )
         }
     shown["Context"] = [name for name in dir(Context) if not name.startswith("_")]
     assert shown == {
-        "Fabric": ["engine", "lane", "namespace", "run", "run_worker", "task", "tasks", "worker"],
+        "Fabric": [
+            "engine",
+            "flow",
+            "flow_run",
+            "lane",
+            "namespace",
+            "run",
+            "run_worker",
+            "task",
+            "tasks",
+            "worker",
+        ],
+        "Flow": ["add", "after", "id", "kind", "submit"],
+        "FlowRun": ["cancel", "id", "is_duplicate", "replay", "result", "run", "runs", "status", "wait"],
         "Task": ["bind", "lane", "name", "options", "run", "submit", "submit_many"],
         "Run": [
             "cancel",
@@ -142,6 +175,7 @@ async def test_an_editor_completes_only_what_users_need_of_the_rest(url: str) ->
             "id",
             "is_duplicate",
             "plain_id",
+            "replay",
             "result",
             "signal",
             "status",

@@ -2,10 +2,15 @@
 
 from flowfabric.engine.engine import Engine
 from flowfabric.fabric.app import Fabric
-from flowfabric.fabric.run import Run, RunCancelled, RunError, RunExpired, RunFailed, RunStatus, UnreadableResult
+from flowfabric.fabric.errors import RunCancelled, RunError, RunExpired, RunFailed, RunSkipped, UnreadableResult
+from flowfabric.fabric.flow import Flow
+from flowfabric.fabric.flow_run import FlowRun, FlowRunCancelled, FlowRunFailed, FlowRunStatus
+from flowfabric.fabric.node import all_of, any_of, quorum
+from flowfabric.fabric.run import Run, RunStatus
 from flowfabric.fabric.task import Task
 from flowfabric.model.errors import EngineError, InvalidInputError
 from flowfabric.model.execution import NewExecution
+from flowfabric.model.flow import FlowStatus
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.policy import ExponentialBackoff, FixedBackoff
 from flowfabric.model.states import PublicState
@@ -28,6 +33,12 @@ __all__ = [
     "ExponentialBackoff",
     "Fabric",
     "FixedBackoff",
+    "Flow",
+    "FlowRun",
+    "FlowRunCancelled",
+    "FlowRunFailed",
+    "FlowRunStatus",
+    "FlowStatus",
     "InvalidInputError",
     "NewExecution",
     "NoRetry",
@@ -38,6 +49,7 @@ __all__ = [
     "RunError",
     "RunExpired",
     "RunFailed",
+    "RunSkipped",
     "RunStatus",
     "Settings",
     "Task",
@@ -45,7 +57,10 @@ __all__ = [
     "WaitTimeout",
     "Worker",
     "__version__",
+    "all_of",
+    "any_of",
     "log_fields",
+    "quorum",
     "verify_and_deliver",
 ]
 

@@ -1,6 +1,7 @@
 """All exceptions: of the settings, of the engine, of a run that did not succeed, and those a handler may raise."""
 
-from flowfabric.fabric.run import RunCancelled, RunError, RunExpired, RunFailed, RunSkipped, UnreadableResult
+from flowfabric.fabric.errors import RunCancelled, RunError, RunExpired, RunFailed, RunSkipped, UnreadableResult
+from flowfabric.fabric.flow_run import FlowRunCancelled, FlowRunError, FlowRunFailed
 from flowfabric.fabric.task import NotAllSubmitted
 from flowfabric.model.errors import (
     BugError,
@@ -32,6 +33,9 @@ __all__ = [
     "ContentionError",
     "EngineError",
     "ErrorClass",
+    "FlowRunCancelled",
+    "FlowRunError",
+    "FlowRunFailed",
     "InvalidInputError",
     "NoRetry",
     "NoSignal",

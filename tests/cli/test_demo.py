@@ -29,6 +29,8 @@ async def test_the_demo_loses_nothing_and_reports_it_in_plain_text(url: str) -> 
     said = re.search(r"Nothing was lost: 90 of 90 executions succeeded, (\d+) of them taken over", done.stdout)
     assert said is not None
     assert int(said.group(1)) >= 1
+    assert "Submitted 90 executions and 10 flows of 6" in done.stdout
+    assert "10 of 10 flows completed" in done.stdout
     assert "…" not in done.stdout
     assert re.search(r"task\W+done\W+attempts\W+retries\W+recovered\W+p50\s", done.stdout)
     assert re.search(r"charge\W+30/30\W+[78]\d\W+45\W", done.stdout)

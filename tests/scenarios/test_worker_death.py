@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fixtures import Clock, Eventually, Rows
-from flowfabric import Fabric, Run
+from flowfabric import Fabric, Run, quorum
 
 from . import worker_process
 from .processes import Process, environment_for
@@ -49,6 +49,11 @@ async def submit_waiting(tmp_path: Path, count: int) -> list[Run[RunInfo]]:
 
 def started(tmp_path: Path, name: str) -> int:
     return len(list(tmp_path.glob(f"{name} *")))
+
+
+def written(tmp_path: Path) -> dict[str, str]:
+    """What the runs have written, by the name of their worker."""
+    return {path.name.partition(" ")[0]: path.read_text() for path in tmp_path.glob("* *")}
 
 
 async def end_events(rows: Rows) -> Counter[Any]:
@@ -163,3 +168,24 @@ async def test_nothing_is_lost_or_ends_twice_when_a_busy_worker_is_killed(
         await run.result(timeout=60)
     ends = await end_events(rows)
     assert (len(ends), set(ends.values())) == (200, {1})
+
+
+async def test_a_node_of_a_flow_gets_the_same_results_after_its_worker_was_killed(
+    fabric: Fabric, start_worker: StartWorker, tmp_path: Path, eventually: Eventually, clock: Clock
+) -> None:
+    await clock.stop()
+    flow = fabric.flow("collect")
+    pauses = [flow.add(worker_process.pause, seconds) for seconds in (0.0, 0.0, 0.2)]
+    collected = flow.add(worker_process.collect, quorum(2, of=pauses), str(tmp_path))
+    run = await flow.submit()
+    first = start_worker("first")
+    await eventually(lambda: started(tmp_path, "first") == 1)
+    first.kill()
+    await clock.advance(ms=LEASE_TTL_MS + 1)
+    start_worker("second")
+    await eventually(lambda: started(tmp_path, "second") == 1)
+    await run.run(pauses[2]).result(timeout=60)
+    (tmp_path / "gate").touch()
+    assert await run.run(collected).result(timeout=60) == ["first", "first"]
+    await run.result(timeout=60)
+    assert written(tmp_path) == {"first": "['first', 'first'] 1", "second": "['first', 'first'] 2"}

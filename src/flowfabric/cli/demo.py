@@ -22,12 +22,17 @@ from rich.table import Table
 from flowfabric.cli.errors import one_line_errors
 from flowfabric.db.embedded import Embedded
 from flowfabric.fabric.app import Fabric
-from flowfabric.fabric.run import Run, RunError
+from flowfabric.fabric.errors import RunError
+from flowfabric.fabric.flow_run import FlowRun, FlowRunError
+from flowfabric.fabric.node import all_of
+from flowfabric.fabric.run import Run
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 
 WORKERS = ("worker-1", "worker-2", "worker-3")
 RUNS_PER_TASK = 100
+FLOWS = 10
+PARTS = 4
 LEASE_SECONDS = 2
 SLOTS = 3
 TIMEOUT_SECONDS = 60
@@ -77,6 +82,25 @@ async def charge(ctx: Context, number: int) -> Report:
 TASKS = (greet, resize, charge)
 
 
+@fabric.task
+async def extract(number: int) -> list[int]:
+    """The first node of a flow."""
+    return list(range(number))
+
+
+@fabric.task
+async def transform(rows: list[int], part: int) -> int:
+    """Add up one part of the rows."""
+    await asyncio.sleep(0.05)
+    return sum(row for row in rows if row % PARTS == part)
+
+
+@fabric.task
+async def load(totals: list[int]) -> int:
+    """The last node of a flow: add up the parts."""
+    return sum(totals)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How one run ended, as the store reports it."""
@@ -98,7 +122,7 @@ class Outcome:
 
 
 def demo(*, worker: Annotated[str | None, typer.Option(hidden=True)] = None) -> None:
-    """Run 300 tasks on three worker processes, kill one of them, and show that nothing is lost."""
+    """Run 300 tasks and 10 flows on three worker processes, kill one of them, and show that nothing is lost."""
     with one_line_errors():
         if worker is not None:
             logging.getLogger("flowfabric").setLevel(logging.ERROR)
@@ -118,9 +142,15 @@ async def _demo(console: Console) -> bool:
             for number in range(RUNS_PER_TASK)
             for task, run in zip(TASKS, [await task.submit(number) for task in TASKS], strict=True)
         ]
-        console.print(f"Submitted {len(runs)} executions; starting {len(WORKERS)} worker processes.")
+        flows = [await _submit_flow(number) for number in range(FLOWS)]
+        console.print(
+            f"Submitted {len(runs)} executions and {FLOWS} flows of {PARTS + 2}; "
+            f"starting {len(WORKERS)} worker processes.",
+            soft_wrap=True,
+        )
         with _worker_processes() as processes:
             outcomes, killed = await _watch(console, runs, processes)
+            completed = sum(await asyncio.gather(*(_is_completed(*flow) for flow in flows)))
     _show(console, outcomes, killed)
     lost = [outcome for outcome in outcomes if outcome.report is None]
     for outcome in lost[:5]:
@@ -134,9 +164,31 @@ async def _demo(console: Console) -> bool:
             f"{recovered} of them taken over from the killed worker.",
             soft_wrap=True,
         )
+    console.print(
+        f"{completed} of {FLOWS} flows completed: each extracted, transformed "
+        f"{PARTS} parts at once, and loaded their sum.",
+        soft_wrap=True,
+    )
     if settings.database_url is None:
         console.print(f"The data is kept in {Embedded.data_of(settings.home)}.", soft_wrap=True)
-    return bool(lost)
+    return bool(lost) or completed < FLOWS
+
+
+async def _submit_flow(number: int) -> tuple[FlowRun, Run[int], int]:
+    """Submit a flow; return it, its last run, and what that returns if every part is there once."""
+    flow = fabric.flow("etl")
+    rows = flow.add(extract, number)
+    loaded = flow.add(load, all_of(flow.add(transform, rows, part) for part in range(PARTS)))
+    flow_run = await flow.submit()
+    return flow_run, flow_run.run(loaded), sum(range(number))
+
+
+async def _is_completed(flow_run: FlowRun, last: Run[int], expected: int) -> bool:
+    try:
+        await flow_run.result(timeout=TIMEOUT_SECONDS)
+        return await last.result() == expected
+    except (FlowRunError, RunError, TimeoutError):
+        return False
 
 
 @contextmanager

@@ -53,6 +53,8 @@ from flowfabric.engine.read.explain import Explain
 from flowfabric.engine.read.flow_listing import FlowListing
 from flowfabric.engine.read.flows import Flows
 from flowfabric.engine.read.listing import Listing
+from flowfabric.engine.read.members import Members
+from flowfabric.engine.read.upstreams import Upstreams
 from flowfabric.engine.read.view import View
 from flowfabric.engine.store import Store
 from flowfabric.engine.stream.append import Streams
@@ -147,6 +149,8 @@ class Parts:
         )
         flow_endings = services.add(FlowEndings(store))
         self.flow_retention = services.add(FlowRetention(store))
+        self.members = services.add(Members(store))
+        self.upstreams = services.add(Upstreams(store))
 
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)

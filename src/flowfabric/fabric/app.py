@@ -4,16 +4,20 @@ import asyncio
 import inspect
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, Unpack
+from uuid import UUID
 
 from flowfabric.engine.engine import Engine
+from flowfabric.fabric.flow import Flow
+from flowfabric.fabric.flow_run import FlowRun
 from flowfabric.fabric.run import Run
 from flowfabric.fabric.task import Called, Params, Returned, Task, TaskDecorator
 from flowfabric.loops import check_loop, running_loop
 from flowfabric.model.errors import EngineError, error, reason_of
-from flowfabric.model.ids import check_lane_id, parse_execution_id
+from flowfabric.model.ids import FlowId, check_lane_id, parse_execution_id, parse_uuid
 from flowfabric.model.text import check_options, check_short, shown
 from flowfabric.settings import Settings
 from flowfabric.worker.handler import Handler
@@ -119,6 +123,19 @@ class Fabric:
         `task.run(id)` for a result with a static type.
         """
         return Run(self, parse_execution_id(execution_id), None)
+
+    def flow(self, kind: str, *, id: UUID | str | None = None, tags: Mapping[str, str] | None = None) -> Flow:
+        """Return a new flow to add tasks to: `flow = fabric.flow("nightly")`, then `await flow.submit()`.
+
+        kind: what it is a flow of, shown in lists
+        id: submit once: a UUID, or any text that is unique among the flows of this kind and namespace
+        tags: labels with namespaced keys
+        """
+        return Flow(self, kind, id=id, tags=tags)
+
+    def flow_run(self, flow_id: UUID | str) -> FlowRun:
+        """Return the run of a submitted flow by its id, whichever process submitted it."""
+        return FlowRun(self, FlowId(parse_uuid(flow_id, "flow_id")))
 
     def _add(self, task: Task[Called, Params, Returned]) -> Task[Called, Params, Returned]:
         """Add a task to those that the workers of this fabric run."""

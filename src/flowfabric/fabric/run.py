@@ -7,13 +7,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 from uuid import UUID, uuid5
 
 import msgspec
 
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
+from flowfabric.fabric.errors import (
+    RUN_ERRORS,
+    RUN_ERRORS_BY_STATE,
+    RunCancelled,
+    RunError,
+    RunSkipped,
+    UnreadableResult,
+)
 from flowfabric.fabric.follow import RunFrames
 from flowfabric.model.attempt import Failure
 from flowfabric.model.duration import Duration, milliseconds
@@ -47,94 +55,6 @@ STATE_SECONDS = 1.0
 _WAIT_IS_OVER = frozenset({"target_not_signalable", "waitpoint_closed"})
 SIGNAL_PAUSE_SECONDS = (0.02, 0.5)
 """The first and the longest pause between two checks whether the run waits for a signal."""
-
-
-_TEXTS = {
-    "attempt_timeout": "its last attempt took longer than its timeout",
-    "execution_deadline": "it did not end before its deadline",
-    "suspension_timeout:fail": "no signal ended its wait in time",
-    "suspension_timeout:cancel": "no signal ended its wait in time",
-    "suspension_timeout:expire": "no signal ended its wait in time",
-}
-"""The reasons that the engine gives for the end of an execution, in words."""
-
-
-class RunError(Exception):
-    """A run ended without a result; the subclass says how: RunFailed, RunCancelled, RunExpired or RunSkipped.
-
-    `reason` says why. After a failure, `error_type` and `traceback` describe the exception of the last attempt.
-    """
-
-    outcome: ClassVar[TerminalOutcome]
-    verb: ClassVar[str]
-
-    def __init__(
-        self,
-        execution_id: ExecutionId,
-        reason: str | None,
-        *,
-        error_type: str | None = None,
-        traceback: str | None = None,
-    ) -> None:
-        super().__init__(execution_id, reason)
-        self.execution_id = execution_id
-        self.reason = reason
-        self.error_type = error_type
-        self.traceback = traceback
-        if traceback:
-            self.add_note(f"In the worker:\n{traceback.rstrip()}")
-
-    def __str__(self) -> str:
-        """Return `<execution id> failed: <reason>`, with the reasons of the engine in words."""
-        return f"{self.execution_id} {self.verb}" + (f": {_TEXTS.get(self.reason, self.reason)}" if self.reason else "")
-
-
-class RunFailed(RunError):
-    """The last attempt of a run failed."""
-
-    outcome = TerminalOutcome.FAILED
-    verb = "failed"
-
-
-class RunCancelled(RunError):
-    """A run was cancelled."""
-
-    outcome = TerminalOutcome.CANCELLED
-    verb = "was cancelled"
-
-
-class RunExpired(RunError):
-    """A run exceeded its deadline, the timeout of its last attempt, or the timeout of a wait that expires the run."""
-
-    outcome = TerminalOutcome.EXPIRED
-    verb = "expired"
-
-
-class RunSkipped(RunError):
-    """A run was skipped because a run it depends on did not succeed."""
-
-    outcome = TerminalOutcome.SKIPPED
-    verb = "was skipped"
-
-
-_ERRORS: Mapping[TerminalOutcome, type[RunError]] = {
-    kind.outcome: kind for kind in (RunFailed, RunCancelled, RunExpired, RunSkipped)
-}
-# Each of these outcomes has a public state of the same name.
-_ERRORS_BY_STATE = {PublicState(outcome): kind for outcome, kind in _ERRORS.items()}
-
-
-class UnreadableResult(InvalidInputError):
-    """A run succeeded, but its stored result does not fit the return type that its task has now."""
-
-    def __init__(self, execution_id: ExecutionId, unreadable: InvalidInputError) -> None:
-        super().__init__(unreadable.code, unreadable.detail)
-        self.execution_id = execution_id
-        self.args = (execution_id, unreadable)
-
-    def __str__(self) -> str:
-        """Return `<code>: <execution id>: <detail>`."""
-        return f"{self.code}: {self.execution_id}: {self.detail}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,7 +208,9 @@ class Run(Generic[Value]):
         else:
             kind = self._handler.name
         if ended.outcome is not TerminalOutcome.SUCCESS:
-            raise _ERRORS[ended.outcome](self.id, ended.reason, error_type=ended.error_type, traceback=ended.traceback)
+            raise RUN_ERRORS[ended.outcome](
+                self.id, ended.reason, error_type=ended.error_type, traceback=ended.traceback
+            )
         return self._read_result(kind, ended.result)
 
     async def _wait_for_ending(self, seconds: float | None) -> Ended:
@@ -408,6 +330,17 @@ class Run(Generic[Value]):
                 raise
             raise error(refused.code, f"{self.id} has already ended with outcome {outcome}") from None
 
+    async def replay(self, reason: str | None = None, *, by: str | None = None) -> None:
+        """Run an ended run again, whatever its outcome: its next attempt begins with the same arguments and id.
+
+        Its result is gone until it succeeds again. A skipped run of a flow waits for what it depends on, so replay what
+        failed first. Raises StateError (`execution_not_terminal`) if it has not ended.
+        """
+        try:
+            await self._fabric.engine.replay_execution(execution_id=self.id, reason=reason, requested_by=by)
+        except NotFoundError:
+            raise self._not_found() from None
+
     def _not_found(self) -> EngineError:
         return error("execution_not_found", f"{self.id}: it was not submitted to this store, or its retention is over")
 
@@ -464,7 +397,7 @@ def _plain_result(payload: bytes | None) -> object:
 
 
 def _error_of(status: ExecutionStatus) -> RunError | None:
-    kind = _ERRORS_BY_STATE.get(status.public_state)
+    kind = RUN_ERRORS_BY_STATE.get(status.public_state)
     if kind is None:
         return None
     if kind is RunCancelled:

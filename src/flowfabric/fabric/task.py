@@ -295,12 +295,17 @@ class Task(Generic[Called, Params, Returned]):
 
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> "Call[Any]":
         key = self._key()
-        new = NewExecution(
+        payload = self._handler.encode(args, kwargs, is_canonical=key is not None)
+        return Call(self, self._new(payload, key=key), self._options.get("idempotency_key"))
+
+    def _new(self, payload: bytes, *, encoding: str = "json", key: str | None = None) -> NewExecution:
+        """Return what is submitted for a call with this payload, with the options of the task."""
+        return NewExecution(
             namespace=self._fabric.namespace,
             lane_id=self.lane,
             execution_kind=self.name,
-            input_payload=self._handler.encode(args, kwargs, is_canonical=key is not None),
-            payload_encoding="json",
+            input_payload=payload,
+            payload_encoding=encoding,
             priority=self._options.get("priority", 0),
             creator_identity=self._fabric._identity,
             idempotency_key=key,
@@ -308,7 +313,6 @@ class Task(Generic[Called, Params, Returned]):
             policy=self._policy,
             delay_ms=self._delay_ms,
         )
-        return Call(self, new, self._options.get("idempotency_key"))
 
     def _key(self) -> str | None:
         """Return the key for the engine, with the name of the task: tasks of one lane do not share keys."""

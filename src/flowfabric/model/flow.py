@@ -197,6 +197,8 @@ class FlowNode(msgspec.Struct, kw_only=True):
     execution_kind: str
     input_payload: bytes
     creator_identity: str
+    execution_id: ExecutionId | str | None = None
+    """The id of the execution, of the partition of the flow; by default a new one."""
     priority: int = 0
     payload_encoding: str | None = None
     tags: Mapping[str, str] | None = None

@@ -2,7 +2,7 @@
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from inspect import Parameter
@@ -191,6 +191,21 @@ class Handler:
         ordered = canonical(typed, encode(self._with_raw(typed)))
         return ordered if self._values(ordered) == values else payload
 
+    def arguments(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[tuple[str, object, Codec]]:
+        """Yield the arguments of a call by the names of their parameters, each with the codec of the parameter.
+
+        Raises TypeError if the function does not accept these arguments.
+        """
+        given = self._given(args, kwargs)
+        for name, codec in zip(self.shape.names, self.shape.codecs, strict=True):
+            if name in given:
+                yield name, given[name], codec
+
+    @property
+    def returns_bytes(self) -> bool:
+        """Whether results are bytes, which are stored as they are and not as JSON."""
+        return self.shape.result.annotation is bytes
+
     def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Mapping[str, object]:
         """Return the passed arguments by name, in the order of the parameters."""
         shape = self.shape
@@ -236,10 +251,14 @@ class Handler:
                 if name in given:
                     codec.checked(given[name])
             except NotSerializable as refused:
-                is_bare = self.shape.call.parameters[name].annotation is Parameter.empty
-                part = f"parameter {name!r}, which has no annotation" if is_bare else f"parameter {name!r}"
-                return self._invalid(part, refused)
+                return self.refused_argument(name, refused)
         return self._invalid("arguments", f"{shown(dict(given))} cannot be stored as JSON")
+
+    def refused_argument(self, name: str, refused: object) -> InvalidInputError:
+        """Return the error of an argument that cannot be stored."""
+        is_bare = self.shape.call.parameters[name].annotation is Parameter.empty
+        part = f"parameter {name!r}, which has no annotation" if is_bare else f"parameter {name!r}"
+        return self._invalid(part, refused)
 
     def _without_raw(self, values: Sequence[Any]) -> tuple[Any, ...]:
         decoded = list(values)

@@ -15,6 +15,8 @@ from flowfabric.worker.errors import error_type_of, traceback_of
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.running import Running
 from flowfabric.worker.threads import Threads
+from flowfabric.worker.upstreams import ENCODING as UPSTREAMS
+from flowfabric.worker.upstreams import UpstreamArguments, misfit_of, read_arguments
 from flowfabric.worker.waits import read_signals
 
 PAYLOAD_DECODE = "extractor_payload_decode"
@@ -55,9 +57,17 @@ Outcome = Success | Failure | Dropped | Postponed
 async def outcome_of(running: Running, handler: Handler, engine: Engine, threads: Threads) -> Outcome:
     """Run the handler of an execution and return the outcome; only KeyboardInterrupt is raised."""
     claimed = running.claimed
+    filled: UpstreamArguments | None = None
+    if claimed.payload_encoding == UPSTREAMS:
+        try:
+            filled = await read_arguments(engine, running)
+        except asyncio.CancelledError as error:
+            return _outcome_of_error(running, error)
+        except Exception as error:
+            return _failure(_chain(error), PAYLOAD_DECODE, error, is_logged=False)
     try:
         context = None if handler.shape.context is None else Context(running, engine)
-        args, kwargs = handler.bind(claimed.input_payload, context)
+        args, kwargs = _bind(handler, claimed.input_payload, context, filled)
     except Exception as error:
         return _failure(_chain(error), PAYLOAD_DECODE, error, is_logged=False)
     try:
@@ -85,6 +95,18 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
         # Permanent: the same code would return the same type again.
         reason = str(error.detail) if isinstance(error, InvalidInputError) else _chain(error)
         return _failure(reason, None, error, FailureClass.PERMANENT, is_logged=False)
+
+
+def _bind(
+    handler: Handler, payload: bytes, context: Context | None, filled: UpstreamArguments | None
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments of a call; an error names the upstream result that does not fit."""
+    if filled is None:
+        return handler.bind(payload, context)
+    try:
+        return handler.bind(filled.payload, context)
+    except InvalidInputError as refused:
+        raise misfit_of(handler, filled) or refused from None
 
 
 def _call_in_thread(

@@ -12,7 +12,15 @@ from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.flow import FlowEdge, FlowNode
 from flowfabric.model.graph import Graph, add_name, check_graph, check_sizes, part_of
-from flowfabric.model.ids import ExecutionId, FlowId, check_lane_id, id_prefix, mint_uuid_texts
+from flowfabric.model.ids import (
+    ExecutionId,
+    FlowId,
+    check_lane_id,
+    id_prefix,
+    mint_uuid_texts,
+    parse_execution_id,
+    row_key,
+)
 from flowfabric.model.policy import ExecutionPolicy, parse_policy
 from flowfabric.model.tag import check_tags
 from flowfabric.model.text import check_short, check_text
@@ -48,6 +56,8 @@ class Draft:
     graph: Graph
     news: Sequence[NewExecution]
     uuids: Sequence[str]
+    given_ids: Mapping[str, int]
+    """The positions of the nodes whose ids the caller has given, by these ids."""
     edge_uuids: Sequence[str]
     members: Sequence[Submission]
     """The nodes in order; those of new queues are missing until `Drafts.register`."""
@@ -59,6 +69,11 @@ class Draft:
         """The ids of the members by the names of their nodes."""
         prefix = id_prefix(self.partition_key)
         return {name: ExecutionId(prefix + uuid) for name, uuid in zip(self.names, self.uuids, strict=True)}
+
+    @property
+    def minted_uuid(self) -> str | None:
+        """The id of a node that only this call knows; None if the caller has given all ids."""
+        return next((uuid for uuid in self.uuids if uuid not in self.given_ids), None)
 
     @property
     def graph_revision(self) -> int:
@@ -81,14 +96,17 @@ class Drafts:
         check_sizes(new.nodes, new.edges)
         prefix = id_prefix(partition_key)
         uuids = mint_uuid_texts(len(new.nodes))
+        given_ids: dict[str, int] = {}
         names: dict[str, int] = {}
         news: list[NewExecution] = []
         members: list[Submission] = []
         queues: dict[QueueNames, str] = {}
         policies: dict[int, ExecutionPolicy | None] = {}
-        for nth, (given, uuid) in enumerate(zip(new.nodes, uuids, strict=True)):
+        for nth, (given, uuid) in enumerate(zip(new.nodes, tuple(uuids), strict=True)):
             node = part_of(given, FlowNode, f"nodes[{nth}]")
             add_name(names, node.name, f"nodes[{nth}]")
+            if node.execution_id is not None:
+                uuids[nth] = uuid = _given_uuid(node.execution_id, partition_key, flow_id, given_ids, nth)
             try:
                 execution = _execution_of(node, new.namespace, prefix + uuid, policies)
                 member = self._submissions.check(execution, uuid)
@@ -112,6 +130,7 @@ class Drafts:
             graph=graph,
             news=news,
             uuids=uuids,
+            given_ids=given_ids,
             edge_uuids=mint_uuid_texts(len(graph.upstreams)),
             members=members,
             new_queues=queues,
@@ -128,6 +147,23 @@ class Drafts:
                 assert member is not None
                 members.append(member)
             draft.members = members
+
+
+def _given_uuid(given: object, partition_key: int, flow_id: FlowId, given_ids: dict[str, int], nth: int) -> str:
+    """Return the UUID of an execution id given for a node; no other node may have it."""
+    try:
+        partition, uuid = row_key(parse_execution_id(given))
+    except EngineError as refused:
+        raise error(refused.code, f"nodes[{nth}].execution_id: {refused.detail}") from None
+    if partition != partition_key:
+        raise error(
+            "invalid_input",
+            f"nodes[{nth}].execution_id: {given} is of partition {partition}, but flow {flow_id} is of partition "
+            f"{partition_key}; make it with mint_for_flow or deterministic_for_flow",
+        )
+    if (first := given_ids.setdefault(uuid, nth)) != nth:
+        raise error("invalid_input", f"nodes[{nth}].execution_id: nodes[{first}] has the id {given} too")
+    return uuid
 
 
 def _execution_of(

@@ -4,7 +4,12 @@
 -- how many successes are needed. A group that is decided stays so, and later results only count.
 set_edges as (
   update edge x
-     set state = case when h.outcome = 1 then 'satisfied' else 'impossible' end::dependency_state, last_resolved_at = (select now from clock)
+     set state = case when h.outcome = 1 then 'satisfied' else 'impossible' end::dependency_state,
+         -- After those that decided the group, even in the same millisecond: the child may have read their results.
+         last_resolved_at = greatest((select now from clock), (
+           select g.satisfied_at + 1 from edge_group g
+            where g.partition_key = x.partition_key and g.flow_id = x.flow_id and g.downstream_id = x.downstream_id
+              and g.group_state = 'satisfied'))
     from hop h
    where x.partition_key = any(array[h.partition_key]) and x.flow_id = h.flow_id and x.edge_id = h.edge_id
 ),

@@ -19,10 +19,10 @@ from flowfabric.engine.flow.draft import Draft, Drafts, NewFlow
 from flowfabric.engine.flow.row import check_flow_id
 from flowfabric.engine.store import Store, error_of
 from flowfabric.model.edge import EdgePolicy, edge_policy_columns
-from flowfabric.model.errors import EngineError, TransportError
+from flowfabric.model.errors import EngineError, TransportError, error
 from flowfabric.model.event import EventFamily
 from flowfabric.model.flow import FlowAlreadySatisfied, FlowEdge, FlowNode, FlowSubmitted
-from flowfabric.model.ids import EdgeId, FlowId, uuid7
+from flowfabric.model.ids import EdgeId, FlowId, format_execution_id, uuid7
 
 SQL = statements_beside(__file__)
 
@@ -32,6 +32,8 @@ BYTES_PER_STATEMENT = 8 * 2**20
 """How many bytes of inputs one statement inserts, if it inserts several."""
 LOCK_TIMEOUT = "5s"
 """How long a submission waits for another one of the same flow."""
+
+_NO_IDS = {"minted_execution_id": None, "minted_edge_id": None}
 
 Statements: TypeAlias = list[tuple[Statement, Mapping[str, Any]]]
 
@@ -127,7 +129,7 @@ class SubmitFlow:
         raise failed
 
     async def _exists(self, partition_key: int, flow_id: FlowId) -> bool:
-        values = {"partition_key": partition_key, "flow_id": flow_id, "first_id": None}
+        values = {"partition_key": partition_key, "flow_id": flow_id, **_NO_IDS}
         return bool(await self._store.fetch(SQL.read_submitted_flow, **values))
 
     async def _insert(self, draft: Draft, *, is_minted: bool) -> FlowSubmitted | FlowAlreadySatisfied:
@@ -145,7 +147,7 @@ class SubmitFlow:
                     SQL.read_submitted_flow,
                     partition_key=draft.partition_key,
                     flow_id=draft.flow_id,
-                    first_id=draft.uuids[0] if draft.uuids else None,
+                    **_own_ids(draft),
                 )
                 if rows:
                     return bool(rows[0]["is_ours"]) or is_minted
@@ -162,6 +164,8 @@ class SubmitFlow:
             try:
                 is_ours = await self._store.database.transact(insert)
             except StoreFault as fault:
+                if draft.given_ids and not fault.is_store_failure:
+                    await self._refuse_existing(draft)
                 raise error_of(fault, f"flow {draft.flow_id}") from fault
         if not is_ours:
             return FlowAlreadySatisfied(flow_id=draft.flow_id)
@@ -172,6 +176,23 @@ class SubmitFlow:
             edge_ids=[EdgeId(UUID(text)) for text in draft.edge_uuids],
             graph_revision=draft.graph_revision,
         )
+
+    async def _refuse_existing(self, draft: Draft) -> None:
+        """Raise if an id that the caller has given for a node is that of an execution."""
+        ids = list(draft.given_ids)
+        for first in range(0, len(ids), ROWS_PER_STATEMENT):
+            part = ids[first : first + ROWS_PER_STATEMENT]
+            rows = await self._store.fetch(
+                SQL.list_existing_members, partition_key=draft.partition_key, execution_ids=part
+            )
+            if rows:
+                uuid = str(rows[0]["execution_id"])
+                execution_id = format_execution_id(draft.partition_key, uuid)
+                raise error(
+                    "idempotency_conflict",
+                    f"nodes[{draft.given_ids[uuid]}].execution_id: execution {execution_id} exists already; leave "
+                    "the id out, or give one that is not in use",
+                )
 
     def _refusal(self, draft: Draft, lane_no: int, lane_state: str) -> EngineError:
         nth = next(nth for nth, member in enumerate(draft.members) if member.shape.columns["lane_no"] == lane_no)
@@ -236,6 +257,13 @@ class SubmitFlow:
             "inline_payload_bytes": INLINE_PAYLOAD_BYTES,
             "has_large_inputs": any_large(member.payload for member in members),
         }
+
+
+def _own_ids(draft: Draft) -> dict[str, object]:
+    """An id that only this call has minted, by which it recognises a flow that an earlier try has created."""
+    if draft.edge_uuids:
+        return {"minted_execution_id": None, "minted_edge_id": draft.edge_uuids[0]}
+    return {"minted_execution_id": draft.minted_uuid, "minted_edge_id": None}
 
 
 def _flow_values(draft: Draft) -> dict[str, object]:

@@ -1,11 +1,20 @@
 -- name: read_submitted_flow
--- Whether a flow was created by the submission that minted this execution; no row if the flow does not exist.
+-- Whether a flow was created by the submission that minted this execution or this edge; no row if the flow does not exist.
 -- The execution is found by its key, not by its flow.
 select ff_confirm() as is_confirmed,
-       coalesce((select e.flow_id from execution e where e.partition_key = :partition_key::smallint and e.execution_id = :first_id::uuid)
-                = f.flow_id, false) as is_ours
+       coalesce((select e.flow_id from execution e
+                  where e.partition_key = :partition_key::smallint and e.execution_id = :minted_execution_id::uuid) = f.flow_id, false)
+       or exists (select from edge x
+                   where x.partition_key = f.partition_key and x.flow_id = f.flow_id and x.edge_id = :minted_edge_id::uuid) as is_ours
   from flow f
  where f.partition_key = :partition_key and f.flow_id = :flow_id;
+
+-- name: list_existing_members
+-- Those of the given executions that exist.
+select e.execution_id
+  from unnest(:execution_ids::uuid[]) as i(execution_id)
+ cross join lateral (
+       select e.execution_id from execution e where e.partition_key = :partition_key and e.execution_id = i.execution_id limit 1) e;
 
 -- name: insert_submitted_flow
 -- Creates a flow and its tags, unless the flow exists or a lane refuses submissions; returns which of them it is.

@@ -1,0 +1,40 @@
+-- name: read_progress
+-- A flow, and how many of its members are in which state.
+select f.flow_kind, f.public_flow_state, f.derived_state, f.live_count, f.node_count, f.created_at, f.cancelled_at, f.cancel_reason,
+       (select jsonb_object_agg(s.public_state, s.members)
+          from (select e.public_state, count(*) as members from execution e
+                 where e.flow_id = f.flow_id and e.partition_key = f.partition_key
+                 group by e.public_state) s) as members
+  from flow f
+ where f.partition_key = :partition_key and f.flow_id = :flow_id;
+
+-- name: list_member_ids
+-- The ids of the members of a flow in ascending order, after a given one.
+select e.execution_id
+  from execution e
+ where e.flow_id = :flow_id and e.execution_id > :after and e.partition_key = :partition_key
+ order by e.execution_id limit :limit;
+
+-- name: list_unmet_members
+-- The members of a flow that ended without success: first those that failed, then expired and cancelled ones, and those that only
+-- followed from others, which were skipped or cancelled as siblings. Each row has the number of all of them, and of the final ones, which no
+-- edge leaves.
+with unmet as materialized (
+  select e.partition_key, e.execution_id, e.queue_no, e.terminal_outcome, e.failure_reason, e.cancellation_reason,
+         case e.terminal_outcome
+           when 'failed' then 1 when 'expired' then 2
+           when 'cancelled' then case when e.cancellation_reason like 'sibling\_quorum\_%' then 5 else 3 end
+           else 4 end as rank,
+         x.edge_id is null as is_final
+    from execution e
+    left join lateral (
+         select x.edge_id from edge x where x.upstream_id = e.execution_id and x.partition_key = e.partition_key limit 1) x on true
+   where e.flow_id = :flow_id and e.partition_key = :partition_key and e.terminal_outcome in ('failed', 'expired', 'cancelled', 'skipped')
+)
+select u.execution_id, k.execution_kind, u.terminal_outcome::text as terminal_outcome, u.rank <= 3 as is_cause,
+       coalesce(u.failure_reason, u.cancellation_reason) as reason, u.unmet, u.unmet_final
+  from (select u.*, count(*) over () as unmet, count(*) filter (where u.is_final) over () as unmet_final
+          from unmet u order by u.rank, u.execution_id limit :limit) u
+  left join queue q on q.queue_no = u.queue_no
+  left join kind k on k.kind_no = q.kind_no
+ order by u.rank, u.execution_id;

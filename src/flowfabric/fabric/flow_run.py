@@ -1,0 +1,276 @@
+"""The runs of flows: handles of submitted flows, to watch, await and cancel from any process."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, TypeVar, cast
+
+from flowfabric.engine.parts import parts_of
+from flowfabric.engine.read.members import FlowProgress, UnmetMember, UnmetMembers
+from flowfabric.fabric.errors import RUN_ERRORS, RunError
+from flowfabric.fabric.node import Node
+from flowfabric.fabric.run import UNSERVED_SECONDS, Run, RunFabric
+from flowfabric.model.duration import Duration, milliseconds
+from flowfabric.model.errors import EngineError, NotFoundError, error
+from flowfabric.model.flow import MAX_NODES, CancellationPolicy, FlowStatus
+from flowfabric.model.ids import FlowId
+from flowfabric.model.states import ENDED_STATES, PublicState, TerminalOutcome
+from flowfabric.model.text import listed, shown
+
+Value = TypeVar("Value")
+
+MAX_CAUSES = 10
+"""How many runs the error of a flow holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowRunStatus:
+    """A snapshot of a flow, from `await flow_run.status()`."""
+
+    id: str
+    """The id of the flow."""
+    kind: str
+    """What it is a flow of."""
+    state: FlowStatus
+    """`active`, or how it ended: `completed`, `failed` or `cancelled`."""
+    runs: Mapping[PublicState, int]
+    """How many of its runs are in which state; states without a run are left out."""
+    cancel_reason: str | None
+    """Why it was cancelled."""
+    created_at: datetime
+    """When it was submitted."""
+
+    @property
+    def total(self) -> int:
+        """How many runs it has."""
+        return sum(self.runs.values())
+
+    @property
+    def ended(self) -> int:
+        """How many of its runs have ended, with a result or without one."""
+        return sum(count for state, count in self.runs.items() if state in ENDED_STATES)
+
+
+class FlowRunError(Exception):
+    """A flow ended without success: FlowRunFailed or FlowRunCancelled."""
+
+    def __init__(self, flow_id: str, reason: str | None, causes: Sequence[tuple[str, RunError]] = ()) -> None:
+        super().__init__(flow_id, reason, causes)
+        self.flow_id = flow_id
+        self.reason = reason
+        self.causes = tuple(cause for _, cause in causes)
+        """The errors of runs that failed, expired or were cancelled, at most ten; not those that followed from them."""
+        self._tasks = tuple(task for task, _ in causes)
+
+
+class FlowRunFailed(FlowRunError):
+    """A flow has ended, and a final run, which no other run waits for, has not succeeded."""
+
+    def __str__(self) -> str:
+        """Return `flow <id> failed: <how many runs>: <task> <error>; ...`."""
+        named = [f"{task} {cause}" for task, cause in zip(self._tasks, self.causes, strict=True)]
+        return f"flow {self.flow_id} failed: {self.reason}" + (f": {'; '.join(named)}" if named else "")
+
+
+class FlowRunCancelled(FlowRunError):
+    """A flow was cancelled."""
+
+    def __str__(self) -> str:
+        """Return `flow <id> was cancelled: <reason>`."""
+        return f"flow {self.flow_id} was cancelled" + (f": {self.reason}" if self.reason else "")
+
+
+class FlowRun:
+    """A handle of a submitted flow: watch it, await it or cancel it, from any process.
+
+    `flow.submit()` returns one. `fabric.flow_run(id)` finds one that was submitted earlier.
+    """
+
+    def __init__(
+        self,
+        fabric: RunFabric,
+        flow_id: FlowId,
+        nodes: Sequence[Node] = (),
+        runs: Sequence[Run[Any]] = (),
+        *,
+        is_duplicate: bool = False,
+    ) -> None:
+        self._fabric = fabric
+        self._flow_id = flow_id
+        self._nodes = nodes
+        self._runs = runs
+        """The runs of the nodes, in their order."""
+        self.is_duplicate = is_duplicate
+        """Whether the flow had been submitted before."""
+
+    def __repr__(self) -> str:
+        """Return `FlowRun(<flow id>)`."""
+        return f"FlowRun({self.id})"
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both are handles of the same flow."""
+        return self._flow_id == other._flow_id if isinstance(other, FlowRun) else NotImplemented
+
+    def __hash__(self) -> int:
+        """Return a hash of the id."""
+        return hash(self._flow_id)
+
+    @property
+    def id(self) -> str:
+        """The id of the flow."""
+        return str(self._flow_id)
+
+    def run(self, node: Value) -> Run[Value]:
+        """Return the run of a node: `await flow_run.run(node).result()`."""
+        if not isinstance(node, Node):
+            raise TypeError(f"run: expected a node made by flow.add(...), got {shown(node)}")
+        if not self._nodes:
+            raise error(
+                "invalid_input",
+                "run: this FlowRun was found by its id and does not know the nodes of the flow; use the one that "
+                "flow.submit() returned, or fabric.run(execution_id)",
+            )
+        if not node._index < len(self._nodes) or self._nodes[node._index] is not node:
+            raise error("invalid_input", f"run: {node!r} is not a node of this flow")
+        return cast("Run[Value]", self._runs[node._index])
+
+    async def runs(self) -> list[Run[Any]]:
+        """Return all runs of the flow: in the order of the nodes, or by their ids if the flow was found by its id."""
+        if self._runs:
+            return list(self._runs)
+        members = await parts_of(self._fabric.engine).members.list_members(self._flow_id)
+        if not members and await self._read_progress() is None:
+            raise self._not_found()
+        return [Run(self._fabric, execution_id, None) for execution_id in members]
+
+    async def status(self) -> FlowRunStatus:
+        """Count the runs of the flow by their state."""
+        found = await self._progress()
+        return FlowRunStatus(
+            id=self.id,
+            kind=found.flow_kind,
+            state=await self._ended_state(found.status) if found.has_ended else found.status,
+            runs=found.members,
+            cancel_reason=found.cancel_reason,
+            created_at=datetime.fromtimestamp(found.created_at / 1000, UTC),
+        )
+
+    async def wait(self, timeout: Duration | None = None) -> FlowStatus:
+        """Wait until every run of the flow has ended, and return how: `completed`, `failed` or `cancelled`.
+
+        It is completed if the final runs, which no other run waits for, have all succeeded: runs whose failure an
+        `any_of` or a quorum tolerates do not make it fail. Raises TimeoutError if it does not end in time.
+        """
+        return await self._ended_state(await self._wait(timeout))
+
+    async def result(self, timeout: Duration | None = None) -> None:
+        """Wait until the flow has ended, and return if it completed; read results with `flow_run.run(node).result()`.
+
+        Raises FlowRunFailed, which names the runs that failed, FlowRunCancelled, or TimeoutError if time runs out.
+        """
+        ended = await self._wait(timeout)
+        if ended is FlowStatus.CANCELLED:
+            raise FlowRunCancelled(self.id, (await self._progress()).cancel_reason)
+        if ended is FlowStatus.COMPLETED:
+            return
+        unmet = await self._unmet()
+        if unmet.final_count:
+            raise self._failure(await self._progress(), unmet)
+
+    async def cancel(
+        self,
+        reason: str = "cancelled by its submitter",
+        *,
+        policy: CancellationPolicy | str = CancellationPolicy.CANCEL_ALL,
+    ) -> None:
+        """Cancel the flow and its runs; they end in the background, and `await flow_run.wait()` waits for that.
+
+        With the policy `cancel_pending`, runs that have started go on, and with `flow_only` all of them do.
+        """
+        if (await self._progress()).has_ended:
+            raise error("flow_already_terminal", f"flow {self.id} has already ended")
+        await self._fabric.engine.cancel_flow(flow_id=self._flow_id, reason=reason, cancellation_policy=policy)
+
+    async def replay(self, reason: str | None = None, *, by: str | None = None) -> list[Run[Any]]:
+        """Run again what failed, expired or was cancelled, and what was skipped because of it; return these runs.
+
+        Runs that have succeeded keep their results. Does nothing if the flow has completed. The runs are replayed one
+        by one; if one of them is refused, those before it stay replayed.
+        """
+        unmet = await self._unmet(limit=MAX_NODES)
+        if unmet.final_count == 0:
+            if await self._read_progress() is None:
+                raise self._not_found()
+            return []
+        order = {run.id: nth for nth, run in enumerate(self._runs)}
+        # What failed first, so that nothing that was skipped finds an upstream run that has ended.
+        again = sorted(
+            (each for each in unmet.first if each.is_cause or each.outcome is TerminalOutcome.SKIPPED),
+            key=lambda each: (not each.is_cause, order.get(each.execution_id, 0), each.execution_id),
+        )
+        runs = [Run[Any](self._fabric, each.execution_id, None) for each in again]
+        for run in runs:
+            await run.replay(reason, by=by)
+        return runs
+
+    async def _wait(self, timeout: Duration | None) -> FlowStatus:
+        seconds = None if timeout is None else milliseconds(timeout, "timeout") / 1000
+        began = time.monotonic()
+        wait_for_flow = self._fabric.engine.wait_for_flow
+        try:
+            first = UNSERVED_SECONDS if seconds is None else min(seconds, UNSERVED_SECONDS)
+            ended = await wait_for_flow(self._flow_id, timeout_ms=round(first * 1000))
+            if ended is None and first == UNSERVED_SECONDS:
+                await self._warn_if_unserved()
+                left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
+                ended = await wait_for_flow(self._flow_id, timeout_ms=None if left is None else round(left * 1000))
+        except NotFoundError:
+            raise self._not_found() from None
+        if ended is None:
+            raise TimeoutError(f"flow {self.id} has not ended within {seconds:g} s{await self._counts_text()}")
+        return ended.status
+
+    async def _warn_if_unserved(self) -> None:
+        """Log a warning if no worker can run the first run of the flow that waits for no other."""
+        first = next((run for node, run in zip(self._nodes, self._runs, strict=True) if not node._upstreams), None)
+        if first is not None:
+            await first._warn_if_unserved()
+
+    async def _ended_state(self, status: FlowStatus) -> FlowStatus:
+        """Return how a flow has ended; to the engine it has failed if any run has."""
+        if status is FlowStatus.FAILED and not (await self._unmet()).final_count:
+            return FlowStatus.COMPLETED
+        return status
+
+    async def _unmet(self, *, limit: int = MAX_CAUSES) -> UnmetMembers:
+        return await parts_of(self._fabric.engine).members.list_unmet(self._flow_id, limit=limit)
+
+    async def _read_progress(self) -> FlowProgress | None:
+        return await parts_of(self._fabric.engine).members.read_progress(self._flow_id)
+
+    async def _progress(self) -> FlowProgress:
+        found = await self._read_progress()
+        if found is None:
+            raise self._not_found()
+        return found
+
+    async def _counts_text(self) -> str:
+        try:
+            found = await self._progress()
+        except EngineError:
+            return ", and the database does not answer now"
+        counts = [f"{count} {state.value.replace('_', ' ')}" for state, count in found.members.items()]
+        return f": its runs are {listed(counts)}"
+
+    def _failure(self, progress: FlowProgress, unmet: UnmetMembers) -> FlowRunFailed:
+        causes = [(each.execution_kind, _error_of(each)) for each in unmet.first if each.is_cause]
+        total = sum(progress.members.values())
+        return FlowRunFailed(self.id, f"{unmet.count} of {total} runs did not succeed", causes)
+
+    def _not_found(self) -> EngineError:
+        return error("flow_not_found", f"{self.id}: it was not submitted to this store, or its retention is over")
+
+
+def _error_of(member: UnmetMember) -> RunError:
+    return RUN_ERRORS[member.outcome](member.execution_id, member.reason)
