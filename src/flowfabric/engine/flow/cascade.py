@@ -31,6 +31,8 @@ LEFT_SECONDS = (0.002, 0.1)
 """The first and the longest pause before entries that were locked elsewhere are tried again."""
 TRIES = 8
 """How often this process tries an entry that is locked elsewhere before it leaves it to the sweep."""
+PATIENCE_SECONDS = 2.0
+"""How long a caller waits for entries that are locked elsewhere."""
 LEFT_OVER_MS = 1_000
 """How old an entry is when a sweep settles it instead of the process that queued it."""
 SKIPPED_SECONDS = 15.0
@@ -68,14 +70,17 @@ class Cascade:
     async def settle_flow(self, partition_key: int, flow_id: FlowId) -> None:
         """Settle every queued entry of one flow, also those that its settling queues."""
         waits = pauses(*LEFT_SECONDS)
-        for _ in range(TRIES):
-            while keys := await self._entries_of(partition_key, flow_id):
-                done, left, is_cut = await self._settle(keys)
-                if not done.resolved and not is_cut and len(left) == len(keys):
-                    break
-            else:
-                return
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while keys := await self._entries_of(partition_key, flow_id):
+            done, left, is_cut = await self._settle(keys)
+            if done.resolved or is_cut or len(left) < len(keys):
+                continue
+            if time.monotonic() > deadline:
+                break
+            # Another settler has locked the flow, or another session its children.
             await asyncio.sleep(next(waits))
+        else:
+            return
         raise error("retry_exhausted", f"flow {flow_id} is locked by another session: repeat the call")
 
     async def settle_left_over(self, *, since: int, limit: int = ENTRY_LIMIT) -> int:
