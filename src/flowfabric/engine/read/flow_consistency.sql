@@ -117,7 +117,7 @@ edge_rule as (
    cross join lateral (
          select x.* from edge x where x.partition_key = f.partition_key and x.flow_id = f.flow_id offset 0) x
    cross join lateral (
-         select from execution d
+         select d.replay_count from execution d
           where d.partition_key = x.partition_key and d.execution_id = x.downstream_id and d.flow_id = any(array[x.flow_id]) limit 1) d
     left join lateral (
          select u.lifecycle_phase from execution u
@@ -128,9 +128,10 @@ edge_rule as (
           where g.partition_key = x.partition_key and g.flow_id = x.flow_id and g.downstream_id = x.downstream_id limit 1) g on true
    cross join lateral (values
          ('edge: its group does not exist', g.is_present is null),
-         -- `(... in (...)) is true` makes the planner use a hashed subplan instead of a nested loop.
+         -- `(... in (...)) is true` makes the planner use a hashed subplan instead of a nested loop. A replay makes impossible edges
+         -- unsatisfied again; they stay so until the member waits for them and a sweep looks.
          ('edge: unsatisfied though its upstream execution has ended and its end is not queued',
-           x.state = 'unsatisfied' and coalesce(u.lifecycle_phase = 'terminal', true)
+           x.state = 'unsatisfied' and d.replay_count = 0 and coalesce(u.lifecycle_phase = 'terminal', true)
              and ((x.partition_key, x.flow_id, x.upstream_id) in (select q.partition_key, q.flow_id, q.execution_id from queued q)) is not true)
          ) as rule(problem, is_broken)
    where rule.is_broken
