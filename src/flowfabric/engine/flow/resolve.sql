@@ -75,7 +75,7 @@ child as materialized (
          -- wins, and under any_of and quorum only the success that decides. After a replay, the kept successes may be enough, and the first
          -- edge decides.
          select h.upstream_id as source_id
-           from (select h.*, row_number() over (order by h.nth) as edge_no,
+           from (select h.*, row_number() over (order by h.nth) as result_no,
                         count(*) filter (where h.outcome = 1) over (order by h.nth) as success_no from hop h
                   where :has_data::boolean and h.partition_key = j.partition_key and h.flow_id = j.flow_id
                     and h.downstream_id = j.downstream_id) h
@@ -85,8 +85,8 @@ child as materialized (
                           where r.partition_key = h.partition_key and r.execution_id = h.upstream_id) as has_result
                   from execution u where u.partition_key = h.partition_key and u.execution_id = h.upstream_id limit 1) u
           where h.outcome = 1 and h.data_passing_ref is not null and u.has_result
-            and case when j.policy = 'all_of' then h.success_no = h.edge_no
-                     when j.succeeded_count - j.succeeded >= j.needed then h.edge_no = 1
+            and case when j.policy = 'all_of' then h.success_no = h.result_no
+                     when j.succeeded_count - j.succeeded >= j.needed then h.result_no = 1
                      else h.success_no = j.needed - (j.succeeded_count - j.succeeded) end
           order by h.nth desc limit 1) s
       on j.group_state = 'pending' and (j.policy = 'all_of' or (j.has_fired and j.to_state = 'satisfied'))
