@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.edge import Incoming, OnSatisfied, Quorum
+from flowfabric.model.edge import Incoming, OnSatisfied, QuorumOfEdges
 
 from .preparations import (
     beside_flow,
@@ -43,7 +43,7 @@ GRAPH_WRITES: Sequence[tuple[str, Prepare, Call] | tuple[str, Prepare, Call, str
     (
         "set_edge_group_policy",
         in_flow,
-        lambda e, s: e.set_edge_group_policy(s.flow_id, s.execution_id, Quorum(2, OnSatisfied.LET_RUN)),
+        lambda e, s: e.set_edge_group_policy(s.flow_id, s.execution_id, QuorumOfEdges(2, OnSatisfied.LET_RUN)),
     ),
     ("set_flow_tag", in_flow, lambda e, s: e.set_flow_tag(s.flow_id, "app.key", "value")),
     ("set_flow_tags", in_flow, lambda e, s: e.set_flow_tags(s.flow_id, {"app.key": "value", "app.other": "word"})),
