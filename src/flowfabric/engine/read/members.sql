@@ -9,11 +9,12 @@ select f.flow_kind, f.public_flow_state, f.derived_state, f.live_count, f.node_c
  where f.partition_key = :partition_key and f.flow_id = :flow_id;
 
 -- name: list_member_ids
--- The ids of the members of a flow in ascending order, after a given one.
-select e.execution_id
-  from execution e
- where e.flow_id = :flow_id and e.execution_id > :after and e.partition_key = :partition_key
- order by e.execution_id limit :limit;
+-- The ids of the members of a flow in ascending order, after a given one. The partition is not part of the scan: with it, a plan made
+-- while the table is empty would scan the whole partition.
+select m.execution_id
+  from (select e.partition_key, e.execution_id from execution e
+         where e.flow_id = :flow_id and e.execution_id > :after order by e.execution_id limit :limit) m
+ where m.partition_key = :partition_key;
 
 -- name: list_unmet_members
 -- The members of a flow that ended without success: first those that failed, then expired and cancelled ones, and those that only
