@@ -11,6 +11,7 @@ from flowfabric.bench import (
     ours_counts,
     ours_dead_rows,
     ours_feeds,
+    ours_flows,
     ours_pinned,
     ours_queues,
     ours_renew,
@@ -80,6 +81,34 @@ async def test_feeds_are_read_beside_a_worker_and_from_a_cursor(
     figures = await ours_feeds.measure(Task(url=empty_url, scale=TINY))
     assert {"feed_catch_up", "feed_sparse", "feed_lag_p99", "feed_lag_across_p99"} <= set(figures)
     check_figures(figures, described)
+
+
+async def test_flows_are_run_and_their_members_cancelled(
+    empty_url: str, described: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"CHAINS": 3, "HOPS": 3, "SIBLINGS": 20, "RUNS": 1}.items():
+        monkeypatch.setattr(ours_flows, name, value)
+    figures = await ours_flows.measure(Task(url=empty_url, scale=TINY))
+    assert {"flow_chains", "flow_hop_p99", "flow_fan_rate", "sibling_cancel_p99", "flow_cancel"} <= set(figures)
+    check_figures(figures, described)
+
+
+async def test_the_measured_time_of_a_cancellation_ends_when_every_sibling_is_cancelled(
+    empty_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours_flows, "SIBLINGS", 20)
+    async with engine_on(empty_url) as engine, observing(empty_url) as observer:
+        await ours_flows.cancel_siblings(engine, observer)
+        await ours_flows.cancel_members(engine, 30)
+        counts = await engine.count_executions(by=("state",))
+    assert {each.public_state: each.count for each in counts} == {"completed": 1, "cancelled": 50, "waiting": 1}
+
+
+def test_a_fan_spreads_from_one_node_and_leads_to_one() -> None:
+    names, edges = ours_flows.fan(2)
+    assert names == ["first", "m0", "m1", "last"]
+    assert edges == [("first", "m0"), ("first", "m1"), ("m0", "last"), ("m1", "last")]
+    assert ours_flows.chain(3) == (["n0", "n1", "n2"], [("n0", "n1"), ("n1", "n2")])
 
 
 async def test_exactly_the_wanted_completions_are_produced(empty_url: str) -> None:

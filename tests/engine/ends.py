@@ -114,6 +114,16 @@ class Scene:
         await self.clock.advance(ms=1001)
         return handle
 
+    async def dependent(self) -> tuple[Handle, Handle]:
+        """The handles of two runs of a flow, the second of which depends on the first."""
+        flow = await BuiltFlow.create(self.given, Rows(self.connection))
+        child = await self.claimed(execution_id=flow.mint())
+        upstream = await self.given.claimed(execution_id=flow.mint(), lane_id="upstream run")
+        for handle in (child, upstream):
+            await flow.add(handle.execution_id)
+        await flow.connect(upstream.execution_id, child.execution_id)
+        return upstream, child
+
     async def waiting(self, behavior: str) -> ExecutionId:
         """A suspended execution past the timeout of its wait."""
         handle = await self.claimed()
@@ -296,6 +306,34 @@ async def wait_for_children(scene: Scene) -> AsyncIterator[ExecutionId]:
     await flow.connect(await flow.member(lane_id="upstream"), handle.execution_id)
     yield handle.execution_id
     await scene.engine.wait_children(handle)
+
+
+@way(Move.SKIPPED)
+async def skip_what_runs(scene: Scene) -> AsyncIterator[ExecutionId]:
+    upstream, child = await scene.dependent()
+    yield child.execution_id
+    await scene.engine.fail(upstream, reason="no luck", classification="permanent")
+    await parts_of(scene.engine).cascade.drain()
+
+
+@way(Move.SKIPPED)
+async def skip_what_waits_within_an_attempt(scene: Scene) -> AsyncIterator[ExecutionId]:
+    upstream, child = await scene.dependent()
+    await scene.engine.suspend(child, suspend_args())
+    yield child.execution_id
+    await scene.engine.fail(upstream, reason="no luck", classification="permanent")
+    await parts_of(scene.engine).cascade.drain()
+
+
+@way(Move.SKIPPED_UNATTEMPTED)
+async def skip_what_never_ran(scene: Scene) -> AsyncIterator[ExecutionId]:
+    flow = await BuiltFlow.create(scene.given, Rows(scene.connection))
+    child = await flow.member(lane_id=scene.lane)
+    upstream = await flow.member(lane_id="upstream")
+    await flow.connect(upstream, child)
+    yield child
+    await scene.engine.cancel_execution(execution_id=upstream, reason="not wanted")
+    await parts_of(scene.engine).cascade.drain()
 
 
 @way(Move.HANDED_BACK)

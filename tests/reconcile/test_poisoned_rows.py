@@ -18,6 +18,8 @@ from flowfabric.model.ids import ExecutionId, FlowId, mint_for_flow
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.reconcile.sweeps import SWEEPS
 
+from .test_poisoned_flows import CASES as FLOW_CASES
+
 MINUTE = 60_000
 DAY = 24 * 60 * MINUTE
 EVERY = 2.0
@@ -135,8 +137,9 @@ UNPOISONED = {
 
 
 def test_every_sweep_has_a_case_or_needs_none() -> None:
-    assert CASES.keys() | UNPOISONED == {sweep.name for sweep in SWEEPS}
-    assert not CASES.keys() & UNPOISONED
+    of_flows = {case.sweep for case in FLOW_CASES.values()}
+    assert CASES.keys() | of_flows | UNPOISONED == {sweep.name for sweep in SWEEPS}
+    assert not (CASES.keys() | of_flows) & UNPOISONED
 
 
 async def poison(connection: asyncpg.Connection, table: str, execution_id: ExecutionId) -> None:

@@ -30,9 +30,9 @@ class Observer:
         """Vacuum and analyze, as autovacuum would, so that index-only scans need not read the table."""
         await self._connection.execute(SQL.vacuum.sql)
 
-    async def ask(self, statement: Statement) -> bool:
-        """The boolean result of a statement."""
-        return bool(await self._connection.fetchval(statement.sql))
+    async def ask(self, statement: Statement, *arguments: object) -> bool:
+        """The boolean result of a statement with these arguments, in the order of its parameters."""
+        return bool(await self._connection.fetchval(statement.sql, *arguments))
 
     async def checkpoint(self) -> None:
         """Run a checkpoint, so that the next change of each page logs the full page."""

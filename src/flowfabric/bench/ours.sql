@@ -20,3 +20,7 @@ select lane_no, public_state, count(*) from flowfabric.execution group by 1, 2;
 -- name: count_retained
 -- The number of ended executions in the store.
 select count(*) from flowfabric.execution where lifecycle_phase = 'terminal';
+
+-- name: is_only_member_left
+-- Whether all members of a flow have ended except one.
+select count(*) = 1 from flowfabric.execution where flow_id = :flow_id and lifecycle_phase <> 'terminal';

@@ -27,6 +27,7 @@ RATIOS = {
     "feed_catch_up_last/feed_catch_up_first": ("feed_catch_up_last", "feed_catch_up_first"),
     "feed_drain/feed_drain_alone": ("feed_drain", "feed_drain_alone"),
     "feed_drain_across/feed_drain_alone": ("feed_drain_across", "feed_drain_alone"),
+    "flow_fan_rate/flow_fan_plain": ("flow_fan_rate", "flow_fan_plain"),
     "soak_last_tenth/soak_first_tenth": ("soak_last_tenth", "soak_first_tenth"),
     **{f"claim_{size}/claim_20k": (f"claim_{size}", "claim_20k") for size in ("1m", "100k")},
     **{f"claim_{size}_mixed/claim_20k_mixed": (f"claim_{size}_mixed", "claim_20k_mixed") for size in ("1m", "100k")},

@@ -38,6 +38,7 @@ SUBJECTS = {
     "dead_rows": "flowfabric.bench.ours_dead_rows",
     "streams": "flowfabric.bench.ours_streams",
     "feeds": "flowfabric.bench.ours_feeds",
+    "flows": "flowfabric.bench.ours_flows",
     "soak": "flowfabric.bench.soak",
 }
 

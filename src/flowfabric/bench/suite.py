@@ -25,9 +25,11 @@ from flowfabric.version import __version__
 
 SUBJECT_TIMEOUT_S = 300
 SOAK = "soak"
-ONCE = frozenset({"idle", "backlog", "counts", "streams", "feeds"})
+ONCE = frozenset({"idle", "backlog", "counts", "streams", "feeds", "flows"})
 """Subjects that take many samples, or long: they are measured in one round."""
-THOROUGH = frozenset({"result", "cost", "renew", "queues", "counts", "pinned", "dead_rows", "streams", "feeds"})
+THOROUGH = frozenset(
+    {"result", "cost", "renew", "queues", "counts", "pinned", "dead_rows", "streams", "feeds", "flows"}
+)
 """Subjects that a quick run measures only if they are named."""
 OURS = (
     "submit",
@@ -43,6 +45,7 @@ OURS = (
     "dead_rows",
     "streams",
     "feeds",
+    "flows",
 )
 DISTRIBUTIONS = ("asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")
 

@@ -4,9 +4,21 @@ from flowfabric.engine.core.transition import Move
 from flowfabric.engine.core.wakeups import LostReason
 from flowfabric.worker.faults import _LOSSES
 
-BY_THE_HOLDER = {Move.DELAYED, Move.CHILDREN_DONE, Move.HANDED_BACK, Move.NOT_STARTED, Move.SUSPENDED}
+BY_THE_HOLDER = {
+    Move.DELAYED,
+    Move.WAITING_CHILDREN,
+    Move.CHILDREN_DONE,
+    Move.HANDED_BACK,
+    Move.NOT_STARTED,
+    Move.SUSPENDED,
+}
 """Moves that only a call of the lease's holder makes."""
-WITHOUT_A_LEASE = {Move.SUSPENSION_FAILED, Move.SUSPENSION_CANCELLED, Move.SUSPENSION_EXPIRED}
+WITHOUT_A_LEASE = {
+    Move.SUSPENSION_FAILED,
+    Move.SUSPENSION_CANCELLED,
+    Move.SUSPENSION_EXPIRED,
+    Move.SKIPPED_UNATTEMPTED,
+}
 """Moves of executions that have no lease."""
 NOT_A_MOVE = {LostReason.RECLAIMED, LostReason.NOT_RENEWED, LostReason.ATTEMPT_TIMEOUT, LostReason.UNKNOWN}
 

@@ -94,6 +94,8 @@ async def test_a_flow_is_stored_and_its_roots_can_be_claimed_at_once(
 
     stored = {edge["edge_id"]: edge for edge in await rows.of("edge", flow_id=answer.flow_id)}
     assert len(stored) == len(answer.edge_ids)
+    numbers = [stored[edge_id].pop("edge_no") for edge_id in answer.edge_ids]
+    assert numbers == sorted(set(numbers))
     for edge_id, given in zip(answer.edge_ids, edges(pairs), strict=True):
         assert stored[edge_id] == {
             "partition_key": partition_key,

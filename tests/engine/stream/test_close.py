@@ -43,12 +43,13 @@ REASONS = {
     Move.SUSPENSION_CANCELLED: "suspension_timeout",
     Move.SUSPENSION_EXPIRED: "suspension_timeout",
     Move.RECLAIM_LIMIT: "reclaimed",
+    Move.SKIPPED: "dependency_impossible",
     Move.LEASE_EXPIRED: "lease_expired",
     Move.LEASE_REVOKED: "attempt_interrupted",
 }
 OTHER_REASONS = {"claim_a_lost_lease": "reclaimed"}
 """Ways that continue after the move."""
-UNCLAIMED = {"cancel_what_waits", "pass_the_deadline"}
+UNCLAIMED = {"cancel_what_waits", "pass_the_deadline", "skip_what_never_ran"}
 """Ways that end an execution without an attempt."""
 
 
@@ -86,10 +87,12 @@ def scene(given: Given, clock: Clock, connection: asyncpg.Connection) -> Streami
 def test_every_move_closes_streams_or_keeps_them() -> None:
     assert CLOSED_BY.keys() | {
         Move.DELAYED,
+        Move.WAITING_CHILDREN,
         Move.CHILDREN_DONE,
         Move.HANDED_BACK,
         Move.NOT_STARTED,
         Move.SUSPENDED,
+        Move.SKIPPED_UNATTEMPTED,
     } == set(Move)
 
 

@@ -1,11 +1,14 @@
 """Executions that wait for dependencies: resolving and promoting single ones, and the safety net of the cascade."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias
 from uuid import UUID
 
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.quarantine import is_connection_fault
 from flowfabric.engine.core.row import lock_execution
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.resolve import EDGE_LIMIT, ResolvedEdges, Resolver
@@ -14,7 +17,7 @@ from flowfabric.engine.store import Store
 from flowfabric.model.edge import DependenciesPromoted, DependencyResolved
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.event import CompletionOutcome
-from flowfabric.model.ids import ExecutionId, FlowId, parse_execution_id, parse_uuid, row_key
+from flowfabric.model.ids import ExecutionId, FlowId, format_execution_id, parse_execution_id, parse_uuid, row_key
 from flowfabric.model.states import EligibilityState, LifecyclePhase, TerminalOutcome
 from flowfabric.model.text import shown
 
@@ -22,6 +25,11 @@ SQL = statements_beside(__file__)
 
 BLOCKED_LIMIT = 1000
 """How many blocked executions one pass of the safety net looks at."""
+
+logger = logging.getLogger(__name__)
+
+_Child: TypeAlias = tuple[int, UUID]
+"""The partition and the id of a blocked execution."""
 
 _OUTCOMES = {outcome.literal: outcome for outcome in CompletionOutcome if outcome is not CompletionOutcome.RESUMABLE}
 
@@ -106,37 +114,40 @@ class Blocked:
         page = rows[0]
         is_last = page["reached_at"] is None
         self._position = _Position() if is_last else _Position(page["reached_at"], page["reached_id"])
-        flows: dict[tuple[int, UUID], list[UUID]] = {}
-        alone: list[tuple[int, UUID]] = []
+        flows: dict[UUID | None, list[_Child]] = {}
         for row in rows[1:]:
-            if row["flow_id"] is None:
-                alone.append((row["partition_key"], row["execution_id"]))
-            else:
-                flows.setdefault((row["partition_key"], row["flow_id"]), []).append(row["execution_id"])
-        for (partition, flow_id), children in flows.items():
-            changed += await self._repair(partition, FlowId(flow_id), children)
-        if alone:
-            changed += await self._promote(None, alone)
+            flows.setdefault(row["flow_id"], []).append((row["partition_key"], row["execution_id"]))
+        for flow_id, children in flows.items():
+            repair = self._promote_alone if flow_id is None else partial(self._repair, FlowId(flow_id))
+            changed += await _repair_by_halves(repair, children)
         return changed
 
-    async def _repair(self, partition: int, flow_id: FlowId, children: Sequence[UUID]) -> int:
+    async def _repair(self, flow_id: FlowId, children: Sequence[_Child]) -> int:
         """Resolve the edges of blocked children whose upstream executions have ended, and promote what can run."""
+        partition = children[0][0]
 
         async def resolve(transaction: Transaction) -> ResolvedEdges:
             flow = await lock_flow_if_exists(transaction, partition, flow_id)
             if flow is None:
                 return ResolvedEdges()
             rows = await transaction.fetch(
-                SQL.list_ended_upstreams, partition_key=partition, execution_ids=children, limit=EDGE_LIMIT
+                SQL.list_ended_upstreams,
+                partition_key=partition,
+                execution_ids=[child for _, child in children],
+                limit=EDGE_LIMIT,
             )
             edges = [(row["edge_id"], CompletionOutcome[row["terminal_outcome"].upper()]) for row in rows]
             return await self._resolver.resolve_edges(transaction, flow, edges) if edges else ResolvedEdges()
 
         resolved = await self._store.transact(resolve)
         await self._resolver.after_commit(resolved)
-        return resolved.resolved + await self._promote(flow_id, [(partition, child) for child in children])
+        return resolved.resolved + await self._promote(flow_id, children)
 
-    async def _promote(self, flow_id: FlowId | None, children: Sequence[tuple[int, UUID]]) -> int:
+    async def _promote_alone(self, children: Sequence[_Child]) -> int:
+        """Promote blocked executions of no flow."""
+        return await self._promote(None, children)
+
+    async def _promote(self, flow_id: FlowId | None, children: Sequence[_Child]) -> int:
         async def promote(transaction: Transaction) -> ResolvedEdges:
             if flow_id is not None:
                 await lock_flow_if_exists(transaction, children[0][0], flow_id)
@@ -151,11 +162,25 @@ class Blocked:
             resolved, _ = await self._resolver.promote(transaction, free)
             return resolved
 
-        try:
-            resolved = await self._store.transact(promote)
-        except EngineError as fault:
-            if fault.code != "retry_exhausted":
-                raise
-            return 0
+        resolved = await self._store.transact(promote)
         await self._resolver.after_commit(resolved)
         return resolved.promoted
+
+
+async def _repair_by_halves(repair: Callable[[Sequence[_Child]], Awaitable[int]], children: Sequence[_Child]) -> int:
+    """Repair children of one flow; after a failure in halves, so that one that cannot be written stops no other."""
+    try:
+        return await repair(children)
+    except EngineError as fault:
+        if is_connection_fault(fault):
+            raise
+        if fault.code == "retry_exhausted":
+            logger.debug("%d blocked executions are locked, the next pass tries them again", len(children))
+            return 0
+        if len(children) == 1:
+            ((partition, uuid),) = children
+            child = format_execution_id(partition, uuid)
+            logger.warning("blocked execution %s could not be repaired and is tried again: %s", child, fault)
+            return 0
+    middle = len(children) // 2
+    return await _repair_by_halves(repair, children[:middle]) + await _repair_by_halves(repair, children[middle:])

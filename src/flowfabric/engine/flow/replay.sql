@@ -1,10 +1,11 @@
 -- name: read_ended
--- What a replay needs of an execution that the transaction has locked, with the group of its dependencies if it has one.
+-- What a replay needs of an execution that the transaction has locked, with the group of its dependencies if it has one. Once one of
+-- its edges is applied, the staged ones count too.
 select e.terminal_outcome, e.replay_count, e.policy, e.last_transition_at as ended_at, e.retention_ms, g.group_state::text as group_state,
-       g.applied_count - g.succeeded_count - g.failed_count - g.skipped_count as unresolved
+       g.staged_count - g.succeeded_count - g.failed_count - g.skipped_count as unresolved
   from execution e
   left join lateral (
-       select g.group_state, g.applied_count, g.succeeded_count, g.failed_count, g.skipped_count from edge_group g
+       select g.group_state, g.staged_count, g.succeeded_count, g.failed_count, g.skipped_count from edge_group g
         where g.partition_key = e.partition_key and g.flow_id = e.flow_id and g.downstream_id = e.execution_id and g.applied_count > 0
         limit 1) g on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id;

@@ -71,20 +71,25 @@ child as materialized (
          select e.lifecycle_phase, e.terminal_outcome, e.ownership_state, e.eligibility_state, e.attempt_state, e.lease_epoch
            from execution e where e.partition_key = j.partition_key and e.execution_id = j.downstream_id limit 1) e
     left join lateral (
-         -- The last success copies its result, under any_of and quorum only the one that is decisive.
+         -- Each edge copies as if it were resolved alone: under all_of every success before the first other result, of which the last one
+         -- wins, and under any_of and quorum only the success that decides. After a replay, the kept successes may be enough, and the first
+         -- edge decides.
          select h.upstream_id as source_id
-           from (select h.*, row_number() over (order by h.nth) as success_no from hop h
+           from (select h.*, row_number() over (order by h.nth) as edge_no,
+                        count(*) filter (where h.outcome = 1) over (order by h.nth) as success_no from hop h
                   where :has_data::boolean and h.partition_key = j.partition_key and h.flow_id = j.flow_id
-                    and h.downstream_id = j.downstream_id and h.outcome = 1) h
+                    and h.downstream_id = j.downstream_id) h
           cross join lateral (
                 select u.result_payload is not null or exists (
                          select from execution_result r
                           where r.partition_key = h.partition_key and r.execution_id = h.upstream_id) as has_result
                   from execution u where u.partition_key = h.partition_key and u.execution_id = h.upstream_id limit 1) u
-          where h.data_passing_ref is not null and u.has_result
-            and (j.policy = 'all_of' or h.success_no = j.needed - (j.succeeded_count - j.succeeded))
+          where h.outcome = 1 and h.data_passing_ref is not null and u.has_result
+            and case when j.policy = 'all_of' then h.success_no = h.edge_no
+                     when j.succeeded_count - j.succeeded >= j.needed then h.edge_no = 1
+                     else h.success_no = j.needed - (j.succeeded_count - j.succeeded) end
           order by h.nth desc limit 1) s
-      on j.group_state = 'pending' and j.to_state <> 'impossible' and (j.policy = 'all_of' or j.has_fired)
+      on j.group_state = 'pending' and (j.policy = 'all_of' or (j.has_fired and j.to_state = 'satisfied'))
    where e.terminal_outcome = 'none' and (j.has_fired or s.source_id is not null)
 ),
 promotable as materialized (

@@ -87,8 +87,6 @@ class Siblings:
 
     async def dispatch(self, limit: int = GROUP_LIMIT) -> int:
         """Cancel the siblings of the groups that have waited longest; return how many groups are done."""
-        now = time.monotonic()
-        self._set_aside = {key: until for key, until in self._set_aside.items() if until > now}
         done = 0
         for group in await self._list(limit):
             try:
@@ -100,19 +98,29 @@ class Siblings:
             if problem is None:
                 done += 1
             else:
-                logger.warning("the siblings of %s are cancelled later: %s", group.downstream_id, problem)
-                self._set_aside[group.flow_id, group.downstream_id] = time.monotonic() + SKIPPED_SECONDS
+                self._leave_aside(group, problem)
         return done
 
     async def reconcile(self, limit: int = GROUP_LIMIT) -> int:
         """Remove finished entries of the dispatcher; return how many."""
-        actions = [await self._reconcile(group) for group in await self._list(limit)]
-        return sum(action is not SiblingReconcile.NO_OP for action in actions)
+        removed = 0
+        for group in await self._list(limit):
+            try:
+                removed += await self._reconcile(group) is not SiblingReconcile.NO_OP
+            except EngineError as fault:
+                if is_connection_fault(fault):
+                    raise
+                self._leave_aside(group, fault)
+        return removed
 
     async def drain(self) -> None:
         """Wait until the groups that this process has decided are handled or left to the sweep."""
         while self._task is not None:
             await asyncio.wait({self._task})
+
+    def _leave_aside(self, group: _Group, problem: EngineError) -> None:
+        logger.warning("the siblings of %s are cancelled later: %s", group.downstream_id, problem)
+        self._set_aside[group.flow_id, group.downstream_id] = time.monotonic() + SKIPPED_SECONDS
 
     def _start(self) -> None:
         self._is_wanted = True
@@ -143,6 +151,8 @@ class Siblings:
         return _group(rows[0]) if rows else None
 
     async def _list(self, limit: int) -> list[_Group]:
+        now = time.monotonic()
+        self._set_aside = {key: until for key, until in self._set_aside.items() if until > now}
         aside = list(self._set_aside)
         rows = await self._store.fetch(
             SQL.list_pending_groups,
@@ -161,11 +171,16 @@ class Siblings:
                 left.members, reason=left.reason, source=CancelSource.OPERATOR_OVERRIDE
             )
             problems = [result for result in results if isinstance(result, EngineError)]
+            # A short list stays whole, so that the next pass tries all of it. Of a longer one the next pass must see the rest.
+            if not problems or len(left.members) == MEMBER_LIMIT:
+                handled = [
+                    row_key(member)[1]
+                    for member, result in zip(left.members, results, strict=True)
+                    if not isinstance(result, EngineError)
+                ]
+                await self._store.fetch(SQL.set_siblings_handled, **left.key, handled=handled)
             if problems:
-                # Its list stays whole, so that the next pass tries all of it.
                 return SiblingDrain.ALREADY_DRAINED, problems[0]
-            handled = [row_key(member)[1] for member in left.members]
-            await self._store.fetch(SQL.set_siblings_handled, **left.key, handled=handled)
             left = await self._read(left.flow_id, format_execution_id(left.partition_key, left.downstream_id))
 
         async def finish(transaction: Transaction) -> None:

@@ -25,10 +25,11 @@ CLOSED_BY: Mapping[Move, ClosedReason] = {
     Move.SUSPENSION_FAILED: ClosedReason.SUSPENSION_TIMEOUT,
     Move.SUSPENSION_CANCELLED: ClosedReason.SUSPENSION_TIMEOUT,
     Move.SUSPENSION_EXPIRED: ClosedReason.SUSPENSION_TIMEOUT,
+    Move.SKIPPED: ClosedReason.DEPENDENCY_IMPOSSIBLE,
     Move.LEASE_EXPIRED: ClosedReason.LEASE_EXPIRED,
     Move.LEASE_REVOKED: ClosedReason.ATTEMPT_INTERRUPTED,
 }
-"""Why a move closes the stream; after the other moves the attempt continues, and so does its stream."""
+"""Why a move closes the stream of the attempt; after the other moves the attempt continues, or there was none."""
 
 
 async def end_streams(transaction: Transaction, ended: Sequence[EndedLease]) -> None:
