@@ -28,7 +28,7 @@ from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
 import flowfabric
-from flowfabric import conditions, feeds, outcomes, streams
+from flowfabric import conditions, feeds, flows, outcomes, streams
 from flowfabric import errors as public_errors
 from flowfabric import ids as public_ids
 from flowfabric import policy as public_policy
@@ -39,9 +39,11 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model import (
     attempt,
     condition,
+    edge,
     errors,
     execution,
     explanation,
+    flow,
     grant,
     handle,
     ids,
@@ -75,9 +77,11 @@ SOURCE = ROOT / "src" / "flowfabric"
 MODULES = (
     attempt,
     condition,
+    edge,
     errors,
     execution,
     explanation,
+    flow,
     grant,
     handle,
     ids,
@@ -96,7 +100,7 @@ MODULES = (
     worker,
 )
 
-PUBLIC = (flowfabric, conditions, public_errors, public_ids, outcomes, public_policy, feeds, streams)
+PUBLIC = (flowfabric, conditions, public_errors, public_ids, outcomes, public_policy, feeds, flows, streams)
 """The modules users import from."""
 
 _BLOCK = re.compile(r"^```(?P<mark>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)

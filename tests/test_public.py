@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -17,6 +17,7 @@ MODULES = (
     "flowfabric.conditions",
     "flowfabric.errors",
     "flowfabric.feeds",
+    "flowfabric.flows",
     "flowfabric.ids",
     "flowfabric.outcomes",
     "flowfabric.policy",
@@ -101,6 +102,28 @@ def test_no_name_is_also_a_name_of_pydantic_or_of_the_language() -> None:
 
 def test_every_public_name_says_what_it_is() -> None:
     assert [name for _, name, thing in offered() if not (getattr(thing, "__doc__", None) or "").strip()] == []
+
+
+def returned(kind: object) -> Iterator[type]:
+    """The classes of this project within the annotation of a return type."""
+    for part in (kind, *get_args(kind)):
+        if isinstance(part, type) and part.__module__.startswith("flowfabric."):
+            yield part
+        elif part is not kind:
+            yield from returned(part)
+
+
+def test_what_operations_return_can_be_imported() -> None:
+    public = {id(thing) for _, _, thing in offered()}
+    operations = {name: getattr(Engine, name) for name in vars(Engine) if not name.startswith("_")}
+    hidden = {
+        f"{name}: {kind.__name__}"
+        for name, method in operations.items()
+        for kind in returned(get_type_hints(method).get("return"))
+        if id(kind) not in public
+    }
+    assert len(operations) > 100
+    assert hidden == set()
 
 
 def test_every_public_dataclass_is_frozen() -> None:

@@ -64,7 +64,7 @@ __all__ = [
     "verify_and_deliver",
 ]
 
-_MODULES = ("conditions", "errors", "feeds", "ids", "outcomes", "policy", "streams")
+_MODULES = ("conditions", "errors", "feeds", "flows", "ids", "outcomes", "policy", "streams")
 
 
 def __dir__() -> list[str]:

@@ -91,9 +91,9 @@ def test_the_payload_has_null_at_the_places_of_nodes_and_no_markers() -> None:
     assert edges[:6] == [("0", "3"), ("1", "3"), ("2", "3"), ("0", "4"), ("1", "4"), ("2", "4")]
     assert len(edges) == 10
     assert [repr(policy) for policy in flow._groups().values()] == [
-        "Quorum(k=2, on_satisfied=<OnSatisfied.LET_RUN: 'let_run'>)",
-        "AnyOf(on_satisfied=<OnSatisfied.LET_RUN: 'let_run'>)",
-        "AnyOf(on_satisfied=<OnSatisfied.CANCEL_REMAINING: 'cancel_remaining'>)",
+        "QuorumOfEdges(k=2, on_satisfied=<OnSatisfied.LET_RUN: 'let_run'>)",
+        "AnyOfEdges(on_satisfied=<OnSatisfied.LET_RUN: 'let_run'>)",
+        "AnyOfEdges(on_satisfied=<OnSatisfied.CANCEL_REMAINING: 'cancel_remaining'>)",
     ]
 
 

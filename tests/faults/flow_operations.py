@@ -5,7 +5,7 @@ from typing import Any
 
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.edge import OnSatisfied, Quorum
+from flowfabric.model.edge import OnSatisfied, QuorumOfEdges
 from flowfabric.model.errors import EngineError
 
 from .operation import Call, Operation, Prepare
@@ -84,7 +84,7 @@ def flow_operations() -> list[Operation]:
     add(
         "set_edge_group_policy",
         in_flow,
-        lambda e, s: e.set_edge_group_policy(s.flow_id, s.execution_id, Quorum(2, OnSatisfied.LET_RUN)),
+        lambda e, s: e.set_edge_group_policy(s.flow_id, s.execution_id, QuorumOfEdges(2, OnSatisfied.LET_RUN)),
     )
     add("set_flow_tag", in_flow, lambda e, s: e.set_flow_tag(s.flow_id, "app.key", "value"))
     add("set_flow_tags", in_flow, lambda e, s: e.set_flow_tags(s.flow_id, {"app.key": "value", "app.other": "word"}))

@@ -10,7 +10,7 @@ from databases import Databases
 from engine.flow.graphs import BuiltFlow
 from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine
-from flowfabric.model.edge import AnyOf, Incoming, OnSatisfied, Outgoing
+from flowfabric.model.edge import AnyOfEdges, Incoming, OnSatisfied, Outgoing
 from flowfabric.model.flow import FlowNode
 from house.filled import STATISTICS, copied, filled
 from house.test_plans_flow_submit import chains
@@ -56,7 +56,7 @@ async def test_building_and_reading_a_flow_touches_few_rows(
     engine = given.engine
     flow = await BuiltFlow.create(given, rows)
     first, second, child, last = await flow.members(4, lane_id="other")
-    await flow.policy(last, AnyOf(OnSatisfied.LET_RUN))
+    await flow.policy(last, AnyOfEdges(OnSatisfied.LET_RUN))
     await flow.connect(child, last)
     await flow.connect(first, child)
     ended = await flow.add(await given.completed(execution_id=flow.mint(), lane_id="ended"))

@@ -12,7 +12,7 @@ from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import cascade, siblings
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.edge import AnyOf, OnSatisfied
+from flowfabric.model.edge import AnyOfEdges, OnSatisfied
 from flowfabric.model.ids import ExecutionId
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.reconcile.sweeps import SWEEPS
@@ -51,7 +51,7 @@ class Scene:
         upstream = await self.given.claimed(execution_id=flow.mint(), lane_id="upstream")
         await flow.add(upstream.execution_id)
         sibling, child = await flow.member(lane_id="siblings"), await flow.member(lane_id="children")
-        await flow.policy(child, AnyOf(OnSatisfied.CANCEL_REMAINING))
+        await flow.policy(child, AnyOfEdges(OnSatisfied.CANCEL_REMAINING))
         for each in (upstream.execution_id, sibling):
             await flow.connect(each, child)
         await self.engine.complete(upstream, b"done")

@@ -19,7 +19,7 @@ from flowfabric.worker import claiming
 from .command import migrate
 from .pgbouncer import keeps_statements, load, pgbouncer
 
-KEPT = {"max_prepared_statements": 200} if keeps_statements() else {}
+KEPT = {"max_prepared_statements": 400} if keeps_statements() else {}
 NOT_KEPT = {"max_prepared_statements": 0} if keeps_statements() else {}
 
 

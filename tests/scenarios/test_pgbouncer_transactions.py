@@ -21,7 +21,7 @@ class Counted(Database):
         return await super().connect(**settings)
 
 
-TRANSACTION = {"pool_mode": "transaction", "max_prepared_statements": 200}
+TRANSACTION = {"pool_mode": "transaction", "max_prepared_statements": 400}
 DEAF: dict[str, dict[str, Any]] = {
     "one connection": {**TRANSACTION, "default_pool_size": 1},
     "many connections": {**TRANSACTION, "default_pool_size": 20},

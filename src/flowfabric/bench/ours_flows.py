@@ -16,7 +16,7 @@ from flowfabric.bench.ours_work import work_off
 from flowfabric.bench.subject import PAYLOAD, Figure, Figures, Task, milliseconds, per_second, timed
 
 # Not imported by `api`: the other subjects can be compared with a version that has no flows.
-from flowfabric.model.edge import OnSatisfied, Quorum
+from flowfabric.model.edge import OnSatisfied, QuorumOfEdges
 from flowfabric.model.flow import CancellationPolicy, FlowCancelled, FlowEdge, FlowNode, FlowSubmitted, WaitIndefinite
 
 CHAINS = 100
@@ -112,7 +112,7 @@ def node(name: str, *, lane: str = LANE) -> FlowNode:
 
 
 async def submit(
-    engine: Engine, nodes: Sequence[FlowNode], edges: Edges = (), groups: dict[str, Quorum] | None = None
+    engine: Engine, nodes: Sequence[FlowNode], edges: Edges = (), groups: dict[str, QuorumOfEdges] | None = None
 ) -> FlowSubmitted:
     """Submit a flow by one call."""
     submitted = await engine.submit_flow(
@@ -164,7 +164,7 @@ async def cancel_siblings(engine: Engine, observer: Observer) -> float:
         engine,
         [*(node(name) for name in names), node("child", lane=CHILD_LANE)],
         [(name, "child") for name in names],
-        {"child": Quorum(1, OnSatisfied.CANCEL_REMAINING)},
+        {"child": QuorumOfEdges(1, OnSatisfied.CANCEL_REMAINING)},
     )
     (claimed,) = await engine.claim_many(
         lanes=[LANE], worker_id="bench", worker_instance_id="bench-1", limit=1, lease_ttl_ms=60_000

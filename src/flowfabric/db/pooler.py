@@ -16,7 +16,7 @@ CLOSE_SECONDS = 2
 _STATEMENT_LOST = (asyncpg.InvalidSQLStatementNameError, asyncpg.DuplicatePreparedStatementError)
 _LOSES_STATEMENTS = (
     "prepared statements are lost between transactions: a pooler in transaction mode does not keep them; use PgBouncer"
-    " 1.21 or newer with max_prepared_statements = 200, or session mode, see docs/pgbouncer.md"
+    " 1.21 or newer with max_prepared_statements = 400, or session mode, see docs/pgbouncer.md"
 )
 _TOO_FEW_CONNECTIONS = (
     f"a second session gets no answer within {WAIT_SECONDS:g} s: a pooler has too few connections to the server; raise"

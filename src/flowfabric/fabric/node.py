@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from flowfabric.model.edge import AllOf, AnyOf, EdgePolicy, OnSatisfied, Quorum
+from flowfabric.model.edge import AllOfEdges, AnyOfEdges, EdgePolicy, OnSatisfied, QuorumOfEdges
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.text import listed, shown
 
@@ -177,8 +177,8 @@ class Group(Pending):
         """What the engine stores for a node that waits for this group."""
         effect = OnSatisfied.CANCEL_REMAINING if self._cancels_remaining else OnSatisfied.LET_RUN
         if self._needs is None:
-            return AllOf()
-        return AnyOf(effect) if self._name == "any_of" else Quorum(self._needs, effect)
+            return AllOfEdges()
+        return AnyOfEdges(effect) if self._name == "any_of" else QuorumOfEdges(self._needs, effect)
 
 
 def all_of(nodes: Iterable[Value]) -> list[Value]:

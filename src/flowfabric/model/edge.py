@@ -49,24 +49,24 @@ class OnSatisfied(StrEnum):
     LET_RUN = "let_run"
 
 
-class AllOf(msgspec.Struct, frozen=True, tag_field="kind", tag="all_of"):
+class AllOfEdges(msgspec.Struct, frozen=True, tag_field="kind", tag="all_of"):
     """Satisfied when every upstream execution has succeeded."""
 
 
-class AnyOf(msgspec.Struct, frozen=True, tag_field="kind", tag="any_of"):
+class AnyOfEdges(msgspec.Struct, frozen=True, tag_field="kind", tag="any_of"):
     """Satisfied by the first upstream execution that succeeds."""
 
     on_satisfied: OnSatisfied
 
 
-class Quorum(msgspec.Struct, frozen=True, tag_field="kind", tag="quorum"):
+class QuorumOfEdges(msgspec.Struct, frozen=True, tag_field="kind", tag="quorum"):
     """Satisfied when k upstream executions have succeeded."""
 
     k: int
     on_satisfied: OnSatisfied
 
 
-EdgePolicy: TypeAlias = AllOf | AnyOf | Quorum
+EdgePolicy: TypeAlias = AllOfEdges | AnyOfEdges | QuorumOfEdges
 """When the inbound edges of an execution are satisfied."""
 
 
@@ -75,15 +75,15 @@ def parse_edge_policy(value: object, field: str = "policy") -> EdgePolicy:
     policy = value
     if isinstance(value, Mapping):
         try:
-            policy = msgspec.convert(dict(value), AllOf | AnyOf | Quorum, strict=True)
+            policy = msgspec.convert(dict(value), AllOfEdges | AnyOfEdges | QuorumOfEdges, strict=True)
         except msgspec.ValidationError as invalid:
             raise error("invalid_input", f"{field}: {invalid}") from None
-    if not isinstance(policy, AllOf | AnyOf | Quorum):
-        raise error("invalid_input", f"{field}: expected AllOf, AnyOf or Quorum, got {shown(value)}")
-    if isinstance(policy, AnyOf | Quorum) and policy.on_satisfied not in set(OnSatisfied):
+    if not isinstance(policy, AllOfEdges | AnyOfEdges | QuorumOfEdges):
+        raise error("invalid_input", f"{field}: expected AllOfEdges, AnyOfEdges or QuorumOfEdges, got {shown(value)}")
+    if isinstance(policy, AnyOfEdges | QuorumOfEdges) and policy.on_satisfied not in set(OnSatisfied):
         words = " or ".join(OnSatisfied)
         raise error("invalid_input", f"{field}: on_satisfied must be {words}, got {shown(policy.on_satisfied)}")
-    if isinstance(policy, Quorum):
+    if isinstance(policy, QuorumOfEdges):
         if type(policy.k) is not int or policy.k > MAX_QUORUM:
             raise error("invalid_input", f"{field}: quorum k must be an integer up to {MAX_QUORUM}, got {policy.k!r}")
         if policy.k < 1:
@@ -94,11 +94,11 @@ def parse_edge_policy(value: object, field: str = "policy") -> EdgePolicy:
 def edge_policy_columns(policy: EdgePolicy) -> tuple[str, int | None, OnSatisfied | None]:
     """Return the kind, k and on_satisfied of a policy, as they are stored."""
     match policy:
-        case AllOf():
+        case AllOfEdges():
             return "all_of", None, None
-        case AnyOf(on_satisfied=on_satisfied):
+        case AnyOfEdges(on_satisfied=on_satisfied):
             return "any_of", None, OnSatisfied(on_satisfied)
-        case Quorum(k=k, on_satisfied=on_satisfied):
+        case QuorumOfEdges(k=k, on_satisfied=on_satisfied):
             return "quorum", k, OnSatisfied(on_satisfied)
 
 
@@ -107,11 +107,11 @@ def edge_policy_of(kind: str, k: int | None, on_satisfied: str | None) -> EdgePo
     effect = OnSatisfied(on_satisfied or OnSatisfied.CANCEL_REMAINING)
     match kind:
         case "all_of":
-            return AllOf()
+            return AllOfEdges()
         case "any_of":
-            return AnyOf(effect)
+            return AnyOfEdges(effect)
         case "quorum" if k is not None:
-            return Quorum(k, effect)
+            return QuorumOfEdges(k, effect)
         case _:
             raise error("corruption", f"edge group: the policy {shown(kind)} with k {k!r} cannot be read")
 

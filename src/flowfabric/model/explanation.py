@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from flowfabric.model.condition import OPERATOR_ONLY_NAME, TIMEOUT_ONLY_NAME
-from flowfabric.model.edge import AllOf, AnyOf, EdgePolicy
+from flowfabric.model.edge import AllOfEdges, AnyOfEdges, EdgePolicy
 from flowfabric.model.ids import (
     EdgeId,
     ExecutionId,
@@ -304,9 +304,9 @@ def _failure(failure: LastFailure | None) -> str:
 
 def _dependencies(reason: DependenciesReason) -> str:
     match reason.policy:
-        case None | AllOf():
+        case None | AllOfEdges():
             needed = "all of its dependencies have succeeded"
-        case AnyOf():
+        case AnyOfEdges():
             needed = "one of its dependencies has succeeded"
         case quorum:
             needed = f"{quorum.k} of its dependencies have succeeded"

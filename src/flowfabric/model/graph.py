@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from operator import lt
 from typing import Any, NamedTuple, TypeVar
 
-from flowfabric.model.edge import MAX_REF_CHARACTERS, AllOf, EdgePolicy, Quorum, parse_edge_policy
+from flowfabric.model.edge import MAX_REF_CHARACTERS, AllOfEdges, EdgePolicy, QuorumOfEdges, parse_edge_policy
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.flow import MAX_EDGES, MAX_NODES, FlowEdge, FlowNode
 from flowfabric.model.text import check_length, check_short, did_you_mean, listed, shown
@@ -100,7 +100,7 @@ def check_graph(
     return Graph(upstreams, downstreams, kinds, refs, inbound, policies)
 
 
-_DEFAULT: EdgePolicy = AllOf()
+_DEFAULT: EdgePolicy = AllOfEdges()
 
 
 def _unknown_node(edge: FlowEdge, names: Mapping[str, int], place: str) -> EngineError:
@@ -127,7 +127,7 @@ def _policies(
         policy = parse_edge_policy(given, place)
         if not inbound[node]:
             raise error("invalid_input", f"{place}: the node has no inbound edges, so it needs no policy")
-        if isinstance(policy, Quorum) and policy.k > inbound[node]:
+        if isinstance(policy, QuorumOfEdges) and policy.k > inbound[node]:
             raise error(
                 "invalid_input",
                 f"{place}: quorum k must be at most {inbound[node]}, the number of inbound edges, got {policy.k}",

@@ -8,7 +8,7 @@ from engine.flow.graphs import PARKED_FOR_CHILDREN, BuiltFlow
 from engine.state import RESUMABLE, WAITING, all_cases, attempts, claim, rounds, vector
 from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.edge import AnyOf, DependencyApplied, OnSatisfied
+from flowfabric.model.edge import AnyOfEdges, DependencyApplied, OnSatisfied
 from flowfabric.model.handle import Handle
 
 
@@ -74,7 +74,7 @@ async def test_a_delayed_child_is_delayed_again_once_its_dependencies_are_satisf
 async def test_a_decided_group_does_not_block_its_child_again(flow: BuiltFlow, given: Given, rows: Rows) -> None:
     ended = await flow.add(await given.completed(execution_id=flow.mint()))
     late, child = await flow.members(2)
-    await flow.policy(child, AnyOf(OnSatisfied.LET_RUN))
+    await flow.policy(child, AnyOfEdges(OnSatisfied.LET_RUN))
     await flow.connect(ended, child)
     edge = await flow.stage(late, child)
     before = await rows.execution(child)

@@ -9,13 +9,13 @@ from engine.state import all_cases, refused
 from fixtures import Clock, Explain, Given, Rows
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.edge import (
-    AllOf,
-    AnyOf,
+    AllOfEdges,
+    AnyOfEdges,
     EdgeGroupSnapshot,
     Incoming,
     OnSatisfied,
     Outgoing,
-    Quorum,
+    QuorumOfEdges,
 )
 from flowfabric.model.explanation import MAX_EDGES, DependenciesReason, HeldReason, UnmetEdge
 from flowfabric.model.flow import FlowSnapshot
@@ -33,8 +33,8 @@ async def test_a_flow_is_described_with_its_tags_and_the_groups_that_have_edges(
     created_at = await clock.now()
     await clock.advance(seconds=1)
     a, b, c, unused = sorted(await flow.members(4), key=lambda each: each[-36:])
-    await flow.policy(c, Quorum(2, OnSatisfied.LET_RUN))
-    await flow.policy(unused, AnyOf(OnSatisfied.LET_RUN))
+    await flow.policy(c, QuorumOfEdges(2, OnSatisfied.LET_RUN))
+    await flow.policy(unused, AnyOfEdges(OnSatisfied.LET_RUN))
     await flow.connect(a, c)
     await flow.stage(b, c)
     await flow.connect(a, b)
@@ -57,10 +57,10 @@ async def test_a_flow_is_described_with_its_tags_and_the_groups_that_have_edges(
         cancellation_policy=None,
         tags={"app.customer": "acme", "app.run": "7"},
         edge_groups=[
-            EdgeGroupSnapshot(downstream_execution_id=b, policy=AllOf(), total_deps=1, running_count=1, **counts),  # type: ignore[arg-type]
+            EdgeGroupSnapshot(downstream_execution_id=b, policy=AllOfEdges(), total_deps=1, running_count=1, **counts),  # type: ignore[arg-type]
             EdgeGroupSnapshot(
                 downstream_execution_id=c,
-                policy=Quorum(2, OnSatisfied.LET_RUN),
+                policy=QuorumOfEdges(2, OnSatisfied.LET_RUN),
                 total_deps=2,
                 running_count=2,
                 **counts,  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ async def test_the_eligibility_of_an_execution_follows_from_its_dependencies_alo
             assert await status(child) == "blocked_by_dependencies"
             ended = await flow.add(await given.completed(execution_id=flow.mint(), lane_id="ended"))
             quick = await flow.member()
-            await flow.policy(quick, AnyOf(OnSatisfied.LET_RUN))
+            await flow.policy(quick, AnyOfEdges(OnSatisfied.LET_RUN))
             await flow.connect(ended, quick)
             await flow.connect(first, quick)
             assert await status(quick) == "eligible"
@@ -161,7 +161,7 @@ async def test_tags_of_flows_are_set_read_and_checked(flow: BuiltFlow, rows: Row
 
 async def test_an_execution_that_waits_for_dependencies_is_explained(flow: BuiltFlow, explain: Explain) -> None:
     first, second, child = await flow.members(3)
-    await flow.policy(child, Quorum(2, OnSatisfied.LET_RUN))
+    await flow.policy(child, QuorumOfEdges(2, OnSatisfied.LET_RUN))
     applied = await flow.connect(first, child)
     staged = await flow.stage(second, child)
     found = await explain(child)
@@ -176,7 +176,7 @@ async def test_an_execution_that_waits_for_dependencies_is_explained(flow: Built
             is_applied=False,
         ),
     }
-    assert reason.policy == Quorum(2, OnSatisfied.LET_RUN)
+    assert reason.policy == QuorumOfEdges(2, OnSatisfied.LET_RUN)
     assert (reason.unmet_count, {edge.edge_id: edge for edge in reason.edges}) == (2, edges)
     assert reason.detail == f"1 dep(s) unresolved incl {applied}"
     assert found.summary.startswith("waiting children until 2 of its dependencies have succeeded; 2 unresolved: ")

@@ -11,7 +11,16 @@ from engine.state import all_cases, refused, rounds
 from fixtures import Clock, Engines, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.edge import AllOf, AlreadySet, AnyOf, EdgeSnapshot, OnSatisfied, PolicySet, Quorum, Staged
+from flowfabric.model.edge import (
+    AllOfEdges,
+    AlreadySet,
+    AnyOfEdges,
+    EdgeSnapshot,
+    OnSatisfied,
+    PolicySet,
+    QuorumOfEdges,
+    Staged,
+)
 from flowfabric.model.errors import ConflictError, EngineError
 from flowfabric.model.flow import Added, AlreadyMember, FlowAlreadySatisfied, FlowCreated
 from flowfabric.model.ids import EdgeId, FlowId
@@ -219,7 +228,7 @@ async def test_stage_checks_in_order(flow: BuiltFlow, given: Given, rows: Rows) 
 
 async def test_the_policy_of_a_group_is_set_before_its_first_edge(flow: BuiltFlow, given: Given, rows: Rows) -> None:
     child = await flow.outside()
-    assert await flow.policy(child, AllOf()) == PolicySet()
+    assert await flow.policy(child, AllOfEdges()) == PolicySet()
     async with rows.unchanged():
         assert await flow.policy(child, {"kind": "all_of"}) == AlreadySet()
     quorum: dict[str, object] = {"kind": "quorum", "k": 2, "on_satisfied": "let_run"}
@@ -242,14 +251,14 @@ async def test_the_policy_of_a_group_is_set_before_its_first_edge(flow: BuiltFlo
         with case("an unknown flow"):
             async with rows.unchanged():
                 nowhere = BuiltFlow(given, rows, FlowId(uuid4()))
-                await refused(nowhere.policy(nowhere.mint(), AllOf()), "flow_not_found")
+                await refused(nowhere.policy(nowhere.mint(), AllOfEdges()), "flow_not_found")
         with case("a missing on_satisfied"):
             async with rows.unchanged():
                 await refused(flow.policy(child, {"kind": "any_of"}), "invalid_input")
     await flow.add(child)
     await flow.stage(await flow.member(), child)
     async with rows.unchanged():
-        for fixed in (AllOf(), Quorum(3, OnSatisfied.CANCEL_REMAINING), AnyOf(OnSatisfied.LET_RUN)):
+        for fixed in (AllOfEdges(), QuorumOfEdges(3, OnSatisfied.CANCEL_REMAINING), AnyOfEdges(OnSatisfied.LET_RUN)):
             await refused(flow.policy(child, fixed), "invalid_input", "edge_group_policy_already_fixed")
 
 

@@ -8,7 +8,7 @@ import pytest
 from engine.state import DELAYED, WAITING, event_texts, vector
 from fixtures import Clock, Rows, uuid_of
 from flowfabric.engine.engine import Engine
-from flowfabric.model.edge import AllOf, AnyOf, EdgePolicy, OnSatisfied, Quorum
+from flowfabric.model.edge import AllOfEdges, AnyOfEdges, EdgePolicy, OnSatisfied, QuorumOfEdges
 from flowfabric.model.flow import FlowEdge, FlowSubmitted
 from flowfabric.model.ids import Partitions, flow_partition, parse_uuid
 
@@ -135,10 +135,10 @@ async def test_nodes_and_edges_may_be_given_as_mappings(engine: Engine, rows: Ro
 
 async def test_the_policy_of_each_group_is_stored(engine: Engine, rows: Rows) -> None:
     policies: dict[str, EdgePolicy] = {
-        "b": AllOf(),
-        "c": AnyOf(OnSatisfied.LET_RUN),
-        "d": AnyOf(OnSatisfied.CANCEL_REMAINING),
-        "e": Quorum(2, OnSatisfied.LET_RUN),
+        "b": AllOfEdges(),
+        "c": AnyOfEdges(OnSatisfied.LET_RUN),
+        "d": AnyOfEdges(OnSatisfied.CANCEL_REMAINING),
+        "e": QuorumOfEdges(2, OnSatisfied.LET_RUN),
     }
     answer = await submitted(engine, "x y b c d e f", "x>b x>c y>c x>d y>d x>e y>e x>f", groups=policies)
     names = {uuid_of(execution_id): name for execution_id, name in names_of(answer).items()}

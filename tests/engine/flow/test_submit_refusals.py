@@ -9,7 +9,7 @@ from engine.state import all_cases
 from fixtures import Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model import graph
-from flowfabric.model.edge import AnyOf, OnSatisfied, Quorum
+from flowfabric.model.edge import AnyOfEdges, OnSatisfied, QuorumOfEdges
 from flowfabric.model.errors import EngineError
 from flowfabric.model.flow import MAX_EDGES, MAX_NODES, FlowAlreadySatisfied, FlowEdge
 from flowfabric.model.states import LaneState
@@ -115,14 +115,18 @@ GROUPS: list[Refusal] = [
     (flow("a b", "a>b", groups=["b"]), "invalid_input", "groups: expected a mapping"),
     (grouped(c=ANY), "invalid_input", "groups['c']: no node has this name"),
     (grouped(a=ANY), "invalid_input", "groups['a']: the node has no inbound edges"),
-    (grouped(b=5), "invalid_input", "groups['b']: expected AllOf, AnyOf or Quorum, got 5"),
+    (grouped(b=5), "invalid_input", "groups['b']: expected AllOfEdges, AnyOfEdges or QuorumOfEdges, got 5"),
     (grouped(b={"kind": "some_of"}), "invalid_input", "groups['b']: "),
     (grouped(b={"kind": "any_of"}), "invalid_input", "groups['b']: "),
-    (grouped(b=AnyOf("perhaps")), "invalid_input", "groups['b']: on_satisfied must be"),  # type: ignore[arg-type]
-    (grouped(b=Quorum(0, OnSatisfied.LET_RUN)), "invalid_input", "groups['b']: quorum k must be >= 1"),
-    (grouped(b=Quorum(2**31, OnSatisfied.LET_RUN)), "invalid_input", "groups['b']: quorum k must be an integer up to"),
+    (grouped(b=AnyOfEdges("perhaps")), "invalid_input", "groups['b']: on_satisfied must be"),  # type: ignore[arg-type]
+    (grouped(b=QuorumOfEdges(0, OnSatisfied.LET_RUN)), "invalid_input", "groups['b']: quorum k must be >= 1"),
     (
-        grouped(b=Quorum(3, OnSatisfied.LET_RUN)),
+        grouped(b=QuorumOfEdges(2**31, OnSatisfied.LET_RUN)),
+        "invalid_input",
+        "groups['b']: quorum k must be an integer up to",
+    ),
+    (
+        grouped(b=QuorumOfEdges(3, OnSatisfied.LET_RUN)),
         "invalid_input",
         "groups['b']: quorum k must be at most 2, the number of inbound edges, got 3",
     ),
