@@ -7,6 +7,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.edge import OnSatisfied, QuorumOfEdges
 from flowfabric.model.errors import EngineError
+from flowfabric.model.ids import parse_execution_id
 
 from .operation import Call, Operation, Prepare
 from .preparations import (
@@ -18,8 +19,12 @@ from .preparations import (
     nothing,
     owed,
     running_in_flow,
+    with_cancelled_sibling,
+    with_decided_group,
     with_ended_upstream,
+    with_lost_promotion,
     with_staged_edge,
+    with_unsettled_upstream,
     with_upstream,
 )
 from .scene import MINUTE, Subject
@@ -51,7 +56,7 @@ def cancel_graph(cancel: Callable[..., Awaitable[object]], subject: Subject, pol
 
 async def cancel_many(engine: Engine, subject: Subject) -> None:
     """Cancel the execution of a subject among many, and raise its error."""
-    (result,) = await parts_of(engine).cancel_many.cancel([subject.execution_id], reason="x")
+    (result,) = await parts_of(engine).cancel_many.cancel([parse_execution_id(subject.execution_id)], reason="x")
     if isinstance(result, EngineError):
         raise result
 
@@ -91,6 +96,28 @@ def flow_operations() -> list[Operation]:
     add("submit_flow", nothing, submit_flow, "without an id", is_idempotent=False)
     add("submit_flow", nothing, lambda e, s: submit_flow(e, s, flow_id=s.ids[0]), "with an id")
 
+    add("cascade_completion", with_unsettled_upstream, lambda e, s: e.cascade_completion(s.event_id))
+    add(
+        "resolve_dependency",
+        with_unsettled_upstream,
+        lambda e, s: e.resolve_dependency(s.flow_id, s.ids[0], "success"),
+    )
+    add(
+        "promote_blocked_to_eligible",
+        with_lost_promotion,
+        lambda e, s: e.promote_blocked_to_eligible(s.execution_id),
+    )
+    # Siblings are cancelled in transactions of their own.
+    add(
+        "drain_sibling_cancel_group",
+        with_decided_group,
+        lambda e, s: e.drain_sibling_cancel_group(s.flow_id, s.execution_id),
+    )
+    add(
+        "reconcile_sibling_cancel_group",
+        with_cancelled_sibling,
+        lambda e, s: e.reconcile_sibling_cancel_group(s.flow_id, s.execution_id),
+    )
     add("cancel_flow_header", in_flow, lambda e, s: cancel_graph(e.cancel_flow_header, s, "cancel_all"))
     add(
         "cancel_flow_header",

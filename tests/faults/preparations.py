@@ -1,12 +1,13 @@
 """Preparations of subjects: each calls operations on an engine other than the one under test."""
 
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import ByName, Single
+from flowfabric.model.edge import AnyOf, OnSatisfied
 from flowfabric.model.grant import Granted
-from flowfabric.model.ids import FlowId, flow_partition, format_execution_id, split_execution_id
+from flowfabric.model.ids import ExecutionId, FlowId, flow_partition, format_execution_id, split_execution_id
 from flowfabric.model.stream import DurableSummary, Frame
 from flowfabric.model.suspension import SuspendArgs, Suspended
 from flowfabric.model.waitpoint import Fresh
@@ -86,9 +87,7 @@ async def with_staged_edge(subject: Subject) -> None:
 async def with_ended_upstream(subject: Subject) -> None:
     """A member of a flow with an edge to it that is not applied, from a member that has succeeded."""
     await with_staged_edge(subject)
-    named = {"execution_id": subject.upstream_id, "lane_id": subject.lane_id}
-    await subject.engine.issue_grant_and_claim(**named, lease_duration_ms=LEASE_MS)
-    await subject.engine.complete_execution(execution_id=subject.upstream_id, payload=b"x", source="operator_override")
+    await _succeed(subject, subject.upstream_id)
     await parts_of(subject.engine).cascade.drain()
 
 
@@ -98,6 +97,92 @@ async def with_dependency(subject: Subject) -> None:
     await _add_upstream(subject)
     await subject.engine.stage_dependency_edge(subject.flow_id, **subject.edge, expected_graph_revision=2)
     await subject.engine.apply_dependency_to_child(subject.flow_id, **subject.edge, graph_revision=3)
+
+
+async def with_unsettled_upstream(subject: Subject) -> None:
+    """A member that waits for another member, whose success nobody has settled."""
+    await with_upstream(subject)
+    await _connect(subject, subject.ids[0], subject.upstream_id, revision=2)
+    wakeups = parts_of(subject.engine).wakeups
+    queue_entries, wakeups.on_members_ended = wakeups.on_members_ended, None
+    try:
+        await _succeed(subject, subject.upstream_id)
+    finally:
+        wakeups.on_members_ended = queue_entries
+    subject.event_id = await subject.connection.fetchval(
+        "select event_id from cascade_entry where flow_id = $1", subject.flow_id
+    )
+    subject.is_settled = False
+
+
+async def with_lost_promotion(subject: Subject) -> None:
+    """A member that waits although its dependency is satisfied, which only rows written by the test can show."""
+    await with_unsettled_upstream(subject)
+    await subject.connection.execute("update edge set state = 'satisfied' where flow_id = $1", subject.flow_id)
+    await subject.connection.execute(
+        "update edge_group set succeeded_count = 1, group_state = 'satisfied', satisfied_at = 1 where flow_id = $1",
+        subject.flow_id,
+    )
+
+
+async def with_pending_sibling(subject: Subject) -> None:
+    """A member whose group is decided, and a sibling of the upstream execution that nobody has cancelled."""
+    await with_upstream(subject)
+    sibling = _sibling(subject)
+    await subject.engine.create_execution(**subject.new(execution_id=sibling))
+    await subject.engine.add_execution_to_flow(subject.flow_id, sibling)
+    policy = AnyOf(OnSatisfied.CANCEL_REMAINING)
+    await subject.engine.set_edge_group_policy(subject.flow_id, subject.execution_id, policy)
+    await _connect(subject, subject.ids[0], subject.upstream_id, revision=3)
+    await _connect(subject, subject.ids[3], sibling, revision=4)
+    await _decide(subject)
+
+
+async def with_decided_group(subject: Subject) -> None:
+    """A member whose group is decided and has no sibling to cancel."""
+    await with_upstream(subject)
+    policy = AnyOf(OnSatisfied.CANCEL_REMAINING)
+    await subject.engine.set_edge_group_policy(subject.flow_id, subject.execution_id, policy)
+    await _connect(subject, subject.ids[0], subject.upstream_id, revision=2)
+    await _decide(subject)
+
+
+async def with_cancelled_sibling(subject: Subject) -> None:
+    """A member whose group is decided, and a sibling that has ended before it could be cancelled."""
+    await with_pending_sibling(subject)
+    await subject.engine.cancel_execution(execution_id=_sibling(subject), reason="x")
+    await parts_of(subject.engine).cascade.drain()
+
+
+async def _decide(subject: Subject) -> None:
+    parts = parts_of(subject.engine)
+    start, parts.wakeups.on_siblings = parts.wakeups.on_siblings, None
+    try:
+        await _succeed(subject, subject.upstream_id)
+        await parts.cascade.drain()
+    finally:
+        parts.wakeups.on_siblings = start
+
+
+def _sibling(subject: Subject) -> ExecutionId:
+    return format_execution_id(split_execution_id(subject.execution_id)[0], subject.ids[2])
+
+
+async def _connect(subject: Subject, edge_id: UUID, upstream_id: ExecutionId, *, revision: int) -> None:
+    edge: dict[str, Any] = {
+        "edge_id": edge_id,
+        "upstream_execution_id": upstream_id,
+        "downstream_execution_id": subject.execution_id,
+    }
+    await subject.engine.stage_dependency_edge(subject.flow_id, **edge, expected_graph_revision=revision)
+    await subject.engine.apply_dependency_to_child(subject.flow_id, **edge, graph_revision=revision + 1)
+
+
+async def _succeed(subject: Subject, execution_id: ExecutionId) -> None:
+    await subject.engine.issue_grant_and_claim(
+        execution_id=execution_id, lane_id=subject.lane_id, lease_duration_ms=LEASE_MS
+    )
+    await subject.engine.complete_execution(execution_id=execution_id, payload=b"x", source="operator_override")
 
 
 async def _add_upstream(subject: Subject) -> None:

@@ -12,11 +12,12 @@ import asyncpg
 
 from fixtures import Clock, uuid_of
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import ContentionError, EngineError
 from flowfabric.model.execution import Created, NewExecution
 from flowfabric.model.grant import Granted
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import ExecutionId, FlowId
+from flowfabric.model.ids import ExecutionId, FlowId, parse_execution_id, split_execution_id
 from flowfabric.model.suspension import SuspendDetails
 from flowfabric.model.waitpoint import PendingWaitpoint
 
@@ -32,7 +33,7 @@ WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _VARYING = frozenset(
     {"event_id", "xid", "place", "sequence", "namespace_no", "lane_no", "route_no", "queue_no", "worker_no", "claim_no"}
-    | {"grant_id", "partition_key", "subject_partition", "token", "token_kid", "secret"}
+    | {"edge_no", "after_edge_no", "grant_id", "partition_key", "subject_partition", "token", "token_kid", "secret"}
 )
 """Columns whose values differ between subjects."""
 _FIRST_TIMESTAMP = 10**12
@@ -56,7 +57,17 @@ _EXECUTION_TABLES = (
     "stream_frame",
     "stream_summary",
 )
-_FLOW_TABLES = ("flow", "flow_tag", "flow_summary", "edge", "edge_group", "cancel_backlog", "cancel_backlog_member")
+_FLOW_TABLES = (
+    "flow",
+    "flow_tag",
+    "flow_summary",
+    "edge",
+    "edge_group",
+    "pending_cancel_group",
+    "cascade_entry",
+    "cancel_backlog",
+    "cancel_backlog_member",
+)
 _ROWS = f"""
 with own as materialized (
   select e.execution_id from execution e join lane l using (lane_no) where l.lane_id = $1 and e.created_at >= $2)
@@ -120,6 +131,9 @@ class Subject:
         self.wait: SuspendDetails
         self.pending: PendingWaitpoint
         self.cursor: bytes
+        self.event_id: int
+        self.is_settled = True
+        """Whether its rows are compared after the cascade; not if the call does what the cascade would do."""
         self.ids = [uuid4() for _ in range(4)]
         """Ids for the arguments of a call, the same for repeated calls."""
 
@@ -181,8 +195,16 @@ class Scene:
 
     async def snapshot(self, subject: Subject) -> list[str]:
         """The rows of a subject, without ids and with times relative to its beginning."""
+        if subject.is_settled:
+            await self._settle(subject)
         rows = await self._connection.fetch(_ROWS, subject.lane_id, subject.began, subject.name, subject.name)
         return sorted(f"{table}: {_comparable(text, subject)}" for table, text in rows)
+
+    async def _settle(self, subject: Subject) -> None:
+        """Settle the ends of the members of the subject's flow, which its engine may be settling in the background."""
+        if hasattr(subject, "flow_id"):
+            partition, _ = split_execution_id(parse_execution_id(subject.execution_id))
+            await parts_of(self.engine).cascade.settle_flow(partition, subject.flow_id)
 
     async def wait_until_idle(self) -> str:
         """Wait up to two seconds until every session of the engines is idle; return what is still running."""
@@ -199,6 +221,7 @@ class Scene:
 
     async def clean_up(self, subject: Subject) -> None:
         """Cancel the open executions of the subject's lane, activate the lane, and restore a missing signing key."""
+        await self._settle(subject)
         query = """select '{fp:' || e.partition_key || '}:' || e.execution_id from execution e join lane using (lane_no)
                     where lane_id = $1 and lifecycle_phase <> 'terminal'"""
         for (execution_id,) in await self._connection.fetch(query, subject.lane_id):

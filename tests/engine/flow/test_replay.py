@@ -23,8 +23,12 @@ from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import LifecyclePhase, PublicState, TerminalOutcome
 
 DAY = 86_400_000
-ENDS = {name: way for name, (move, way) in WAYS.items() if MOVES[move].target.phase is LifecyclePhase.TERMINAL}
-"""Every way to end an execution."""
+ENDS = {
+    name: way
+    for name, (move, way) in WAYS.items()
+    if MOVES[move].target.phase is LifecyclePhase.TERMINAL and MOVES[move].target.outcome is not TerminalOutcome.SKIPPED
+}
+"""Every way to end an execution, except skips: a skipped member waits for its dependencies again."""
 
 
 async def check(engine: Engine, connection: asyncpg.Connection) -> None:

@@ -171,7 +171,7 @@ class Siblings:
                 left.members, reason=left.reason, source=CancelSource.OPERATOR_OVERRIDE
             )
             problems = [result for result in results if isinstance(result, EngineError)]
-            # A short list stays whole, so that the next pass tries all of it. Of a longer one, that pass must see the rest.
+            # A short list stays whole: the next pass tries all of it. Of a longer one, the next pass sees the rest.
             if not problems or len(left.members) == MEMBER_LIMIT:
                 handled = [
                     row_key(member)[1]
