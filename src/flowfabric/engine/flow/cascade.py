@@ -114,9 +114,10 @@ class Cascade:
 
     async def _run(self) -> None:
         waits = pauses(*LEFT_SECONDS)
+        limit = ENTRY_LIMIT
         try:
             while self._queue:
-                taken = [self._queue.popleft() for _ in range(min(ENTRY_LIMIT, len(self._queue)))]
+                taken = [self._queue.popleft() for _ in range(min(limit, len(self._queue)))]
                 tries = dict(taken)
                 try:
                     done, left, is_cut = await self._settle(list(tries))
@@ -124,6 +125,8 @@ class Cascade:
                     if not await self._retry_alone(list(tries), fault):
                         return
                     continue
+                # A transaction reads every entry that it is given, so it is given few if it settles few.
+                limit = min(ENTRY_LIMIT, 2 * limit) if not is_cut else max(1, 2 * (len(taken) - len(left)))
                 progressed = is_cut or done.resolved > 0
                 self._queue.extendleft(
                     (key, 0 if progressed else tries[key] + 1)

@@ -22,7 +22,8 @@ select exists (
 with clock as materialized (select ff_now() as now),
 reset_edges as (
   update edge d set state = 'unsatisfied', last_resolved_at = null
-   where d.downstream_id = :execution_id and d.partition_key = :partition_key and d.flow_id = :flow_id
+   where d.downstream_id = :execution_id and d.partition_key is not distinct from :partition_key::smallint
+     and d.flow_id is not distinct from :flow_id::uuid
      and d.state::text = 'impossible'
   returning d.partition_key, d.edge_id, d.upstream_id
 ),
@@ -56,7 +57,8 @@ with deleted_backlog as (
 )
 update edge_group g set cancel_siblings_pending_members = array_remove(g.cancel_siblings_pending_members, d.upstream_id)
   from (select d.partition_key, d.flow_id, d.upstream_id, d.downstream_id from edge d
-         where d.upstream_id = :execution_id and d.partition_key = :partition_key and d.flow_id = :flow_id offset 0) d
+         where d.upstream_id = :execution_id and d.partition_key is not distinct from :partition_key::smallint
+           and d.flow_id is not distinct from :flow_id::uuid offset 0) d
  where g.partition_key = any(array[d.partition_key]) and g.flow_id = d.flow_id and g.downstream_id = d.downstream_id
    and d.upstream_id = any(g.cancel_siblings_pending_members);
 

@@ -48,8 +48,8 @@ set_groups as (
             cross join lateral (
                   select e.lifecycle_phase from execution e
                    where e.partition_key = x.partition_key and e.execution_id = x.upstream_id limit 1) e
-            where x.downstream_id = j.downstream_id and x.partition_key = j.partition_key and x.flow_id = j.flow_id
-              and e.lifecycle_phase <> 'terminal')
+            where x.downstream_id = j.downstream_id and x.partition_key is not distinct from j.partition_key
+              and x.flow_id is not distinct from j.flow_id and e.lifecycle_phase <> 'terminal')
            else g.cancel_siblings_pending_members end,
          cancel_siblings_reason = case when j.has_fired and j.cancels_siblings
            then case j.to_state when 'satisfied' then 'sibling_quorum_satisfied' else 'sibling_quorum_impossible' end
@@ -188,9 +188,9 @@ out_edge as materialized (
     from member m
    cross join lateral (
          select x.edge_id, x.edge_no, x.downstream_id, x.data_passing_ref from edge x
-          where x.upstream_id = m.execution_id and x.partition_key = m.partition_key and x.state = 'unsatisfied'
-            and x.flow_id = m.flow_id
-            and x.edge_no > coalesce(m.after_edge_no, 0)
+          -- Not by equality: the planner would read all edges of the flow, by edge_pkey.
+          where x.upstream_id = m.execution_id and x.partition_key is not distinct from m.partition_key
+            and x.flow_id is not distinct from m.flow_id and x.state = 'unsatisfied' and x.edge_no > coalesce(m.after_edge_no, 0)
           order by x.edge_no limit :edges::int + 1) x
    limit :edges + 1
 )
