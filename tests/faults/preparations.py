@@ -5,7 +5,7 @@ from uuid import UUID, uuid4
 
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import ByName, Single
-from flowfabric.model.edge import AnyOf, OnSatisfied
+from flowfabric.model.edge import AnyOfEdges, OnSatisfied
 from flowfabric.model.grant import Granted
 from flowfabric.model.ids import ExecutionId, FlowId, flow_partition, format_execution_id, split_execution_id
 from flowfabric.model.stream import DurableSummary, Frame
@@ -131,7 +131,7 @@ async def with_pending_sibling(subject: Subject) -> None:
     sibling = _sibling(subject)
     await subject.engine.create_execution(**subject.new(execution_id=sibling))
     await subject.engine.add_execution_to_flow(subject.flow_id, sibling)
-    policy = AnyOf(OnSatisfied.CANCEL_REMAINING)
+    policy = AnyOfEdges(OnSatisfied.CANCEL_REMAINING)
     await subject.engine.set_edge_group_policy(subject.flow_id, subject.execution_id, policy)
     await _connect(subject, subject.ids[0], subject.upstream_id, revision=3)
     await _connect(subject, subject.ids[3], sibling, revision=4)
@@ -141,7 +141,7 @@ async def with_pending_sibling(subject: Subject) -> None:
 async def with_decided_group(subject: Subject) -> None:
     """A member whose group is decided and has no sibling to cancel."""
     await with_upstream(subject)
-    policy = AnyOf(OnSatisfied.CANCEL_REMAINING)
+    policy = AnyOfEdges(OnSatisfied.CANCEL_REMAINING)
     await subject.engine.set_edge_group_policy(subject.flow_id, subject.execution_id, policy)
     await _connect(subject, subject.ids[0], subject.upstream_id, revision=2)
     await _decide(subject)
