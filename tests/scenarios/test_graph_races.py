@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 from uuid import UUID
 
@@ -34,7 +35,7 @@ async def rest(engines: list[Engine]) -> None:
             await parts_of(engine).siblings.drain()
 
 
-async def work(engine: Engine, name: str, fails: set[str]) -> int:
+async def work(engine: Engine, name: str, fails: Collection[str]) -> int:
     """Claim and end members until a claim finds nothing; members in `fails` fail."""
     done = 0
     while True:

@@ -26,6 +26,9 @@ from .graph_model import GraphModel
 CRASHES = ("before a statement", "cut before a statement", "answer lost")
 """How a process crashes: between two statements of a transaction, in both forms, or behind its commit."""
 
+MAX_SWEEPS = 200
+"""More sweeps than the largest flow needs with one edge each."""
+
 State = dict[str, Any]
 
 _MEMBERS = """
@@ -159,9 +162,12 @@ class GraphStore:
 
     async def settle_left_over(self) -> None:
         """Settle every entry by the sweeps of the second engine."""
-        while await self.connection.fetchval("select count(*) from cascade_entry"):
+        for _ in range(MAX_SWEEPS):
+            if not await self.connection.fetchval("select count(*) from cascade_entry"):
+                return
             await self.clock.advance(ms=cascade.LEFT_OVER_MS + 1)
             await self.other.cascade.settle_left_over(since=0)
+        raise AssertionError(f"entries are left after {MAX_SWEEPS} sweeps")
 
     async def queued(self, flow_id: UUID) -> list[tuple[int, UUID, str]]:
         """The queued ends in their order: event, execution, outcome."""
