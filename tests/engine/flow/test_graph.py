@@ -1,6 +1,7 @@
 """Graphs built step by step: what each call answers and writes, and every refusal."""
 
 import asyncio
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -45,6 +46,14 @@ async def test_a_flow_is_created_once_whatever_the_second_call_says(engine: Engi
     async with rows.unchanged():
         again = await engine.create_flow(str(flow_id), flow_kind="pipeline", namespace="elsewhere")
     assert again == FlowAlreadySatisfied(flow_id=flow_id)
+
+
+async def test_a_flow_with_an_unusable_kind_or_namespace_is_refused(engine: Engine, rows: Rows) -> None:
+    async with rows.unchanged():
+        for word in ("", "x" * 1025, "a\0b", 3):
+            for name in ("flow_kind", "namespace"):
+                arguments: dict[str, Any] = {"flow_kind": "dag", "namespace": "tests", name: word}
+                await refused(engine.create_flow(uuid4(), **arguments), "invalid_input")
 
 
 async def test_many_creates_of_one_flow_create_it_once(engine: Engine, rows: Rows) -> None:

@@ -75,8 +75,8 @@ class Cancel:
             if expected_lease is None or lease_epoch is None:
                 raise error(
                     "invalid_input",
-                    f"source {source!r} may cancel a running execution only with its lease_id and lease_epoch;"
-                    f" give both, or use source {CancelSource.OPERATOR_OVERRIDE.value!r}",
+                    f"fence_required: source {source!r} may cancel a running execution only with its lease_id and"
+                    f" lease_epoch; give both, or use source {CancelSource.OPERATOR_OVERRIDE.value!r}",
                 )
             if (
                 locked.lease_id != expected_lease

@@ -33,7 +33,7 @@ from flowfabric.model.event import CompletionOutcome, EventFamily
 from flowfabric.model.flow import Added, AlreadyMember, FlowAlreadySatisfied, FlowCreated
 from flowfabric.model.ids import EdgeId, ExecutionId, FlowId, parse_execution_id, parse_uuid, split_execution_id
 from flowfabric.model.states import EligibilityState, LifecyclePhase, TerminalOutcome
-from flowfabric.model.text import check_length, check_range, check_short, check_text
+from flowfabric.model.text import check_length, check_range, check_short
 
 SQL = statements_beside(__file__)
 
@@ -53,7 +53,7 @@ class Graph:
     ) -> FlowCreated | FlowAlreadySatisfied:
         """Create an empty flow; if there is one with this id, nothing is compared or changed."""
         partition, parsed = check_flow_id(self._store, flow_id)
-        kind, namespace = check_text(flow_kind, "flow_kind"), check_text(namespace, "namespace")
+        kind, namespace = check_short(flow_kind, "flow_kind"), check_short(namespace, "namespace")
         if not await self._exists(partition, parsed):
             rows = await self._store.fetch(
                 SQL.insert_empty_flow,

@@ -3,7 +3,7 @@
 -- cancelled or expired, else completed. Entering and leaving these states writes an event; returns whether one was written.
 with clock as materialized (select ff_now() as now),
 counted as materialized (
-  select f.partition_key, f.flow_id, f.namespace_no, f.derived_state, c.now, f.live_count + i.live as live_count,
+  select f.partition_key, f.flow_id, f.namespace_no, f.public_flow_state, f.derived_state, c.now, f.live_count + i.live as live_count,
          f.unhappy_count + i.unhappy as unhappy_count,
          case
            when f.live_count + i.live > 0 then case when f.derived_state in ('completed', 'failed') then i.now_live else f.derived_state end
@@ -21,12 +21,13 @@ updated as (
          project_at = coalesce(f.project_at, n.now)
     from counted n
    where f.partition_key = any(array[n.partition_key]) and f.flow_id = n.flow_id
-  returning n.partition_key, n.flow_id, n.namespace_no, n.derived_state, n.to_state, n.now
+  returning n.partition_key, n.flow_id, n.namespace_no, n.public_flow_state, n.derived_state, n.to_state, n.now
 ),
 inserted_events as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, reason, details)
   select now, flow_id, partition_key, 'operator_action', namespace_no, 'flow_state_changed',
          jsonb_build_object('flow_id', flow_id, 'from', derived_state, 'to', to_state)
+           || case public_flow_state when 'cancelled' then '{"public_flow_state": "cancelled"}' else '{}' end::jsonb
     from updated where derived_state <> to_state and (to_state in ('completed', 'failed') or derived_state in ('completed', 'failed'))
   returning 1
 )
