@@ -35,6 +35,19 @@ def test_without_watermarks_every_queue_is_scanned_whole(watermarks: ScanWaterma
     assert spans(watermarks) == []
 
 
+def test_a_scan_does_not_pass_what_appeared_while_it_ran(watermarks: ScanWatermarks) -> None:
+    with watermarks.scanning() as first, watermarks.scanning() as second:
+        watermarks.lower(7, place(0, 20))
+        watermarks.lower(7, place(0, 10))
+    with watermarks.scanning() as later:
+        watermarks.raise_to(7, place(0, 30), first)
+        assert spans(watermarks) == [(7, place(0, 10), END)]
+        watermarks.raise_to(7, place(0, 30), later)
+    assert spans(watermarks) == [(7, place(0, 31), END)]
+    watermarks.raise_to(8, place(0, 30), second)
+    assert spans(watermarks)[-1] == (8, place(0, 31), END)
+
+
 def test_a_scan_starts_after_what_was_taken(watermarks: ScanWatermarks) -> None:
     watermarks.raise_to(7, place(0, 41))
     assert spans(watermarks) == [(7, place(0, 42), END)]

@@ -5,11 +5,18 @@ scan from the head of the index would step over all of them.
 """
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TypeAlias
 
 BAND_BITS = 48
 """A place is the priority band shifted left by these bits, plus a sequence number."""
 _END = 2**63 - 1
+
+Appeared: TypeAlias = dict[tuple[int, int], int]
+"""The lowest place at which an entry has appeared, by route or queue and by priority band."""
+_NOTHING: Mapping[tuple[int, int], int] = MappingProxyType({})
 
 
 class ScanWatermarks:
@@ -32,6 +39,17 @@ class ScanWatermarks:
         self._bands: dict[int, dict[int, int]] = {}
         self._valid_until = 0.0
         self._next_full_scan_at = 0.0
+        self._running: list[Appeared] = []
+
+    @contextmanager
+    def scanning(self) -> Iterator[Appeared]:
+        """Yield the lowest places at which entries appear while the block runs: a scan in it may not have seen them."""
+        appeared: Appeared = {}
+        self._running.append(appeared)
+        try:
+            yield appeared
+        finally:
+            self._running = [each for each in self._running if each is not appeared]
 
     def spans(self) -> tuple[list[int], list[int], list[int]]:
         """What to scan, as sorted columns of route or queue, first place and last place; any other is scanned whole."""
@@ -56,20 +74,25 @@ class ScanWatermarks:
             lasts.append(_END)
         return numbers, firsts, lasts
 
-    def raise_to(self, number: int, place: int) -> None:
-        """Record that every entry of this place's priority up to it is claimed, or locked by others."""
+    def raise_to(self, number: int, place: int, appeared: Mapping[tuple[int, int], int] = _NOTHING) -> None:
+        """Record that every entry of this place's priority up to it is claimed, or locked by others.
+
+        Entries that have appeared since the scan began stay above the watermark.
+        """
         bands = self._bands.setdefault(number, {})
         band = place >> BAND_BITS
+        place = min(place, appeared.get((number, band), place + 1) - 1)
         if bands.get(band, 0) <= place:
             bands[band] = place + 1
 
     def lower(self, number: int, place: int) -> None:
         """Record that an entry has appeared at this place, possibly below the watermark."""
+        band = place >> BAND_BITS
+        for appeared in self._running:
+            appeared[number, band] = min(place, appeared.get((number, band), place))
         bands = self._bands.get(number)
-        if bands is not None:
-            band = place >> BAND_BITS
-            if bands.get(band, 0) > place:
-                bands[band] = place
+        if bands is not None and bands.get(band, 0) > place:
+            bands[band] = place
 
     def record_full_scan(self, seconds: float, *, up_to: int | None = None) -> None:
         """Record the duration of a full scan, which stopped at `up_to` if given: the slower, the later the next one.

@@ -11,7 +11,7 @@ import msgspec
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
-from flowfabric.engine.core.watermark import BAND_BITS, ScanWatermarks
+from flowfabric.engine.core.watermark import BAND_BITS, Appeared, ScanWatermarks
 from flowfabric.engine.execution.checking import MAX_PRIORITY
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.finish import Finish
@@ -288,6 +288,23 @@ class Claim:
         """Scan from the watermarks; if that finds nothing, scan everything, then process due work and retry."""
         await self._catch_up.run(wanted.lanes, min_interval_seconds=CATCH_UP_SECONDS)
         scan = await self._scans.of(wanted)
+        with scan.watermarks.scanning() as appeared:
+            claimed = await self._claim_from(scan, appeared, wanted, worker_no, instance, lease_ttl_ms, limit, slots)
+        if claimed:
+            self._store.wakeups.events(EventFamily.LEASE)
+        return claimed
+
+    async def _claim_from(
+        self,
+        scan: Scan,
+        appeared: Appeared,
+        wanted: Wanted,
+        worker_no: int,
+        instance: WorkerInstanceId,
+        lease_ttl_ms: int,
+        limit: int,
+        slots: int | None,
+    ) -> list[ClaimedExecution]:
         statement = SQL.claim_by_queue if scan.is_by_queue else SQL.claim_by_route
         watermarks = scan.watermarks
         source_at = _QUEUE_NO if scan.is_by_queue else _ROUTE_NO
@@ -333,7 +350,7 @@ class Claim:
             reclaimed: list[ExecutionId] = []
             is_passed_over = False
             for row in rows:
-                watermarks.raise_to(row[source_at], row[_PLACE])
+                watermarks.raise_to(row[source_at], row[_PLACE], appeared)
                 if row[0] == "too_short":
                     is_passed_over = True
                 elif row[0] == "reclaim_limit":
@@ -362,8 +379,6 @@ class Claim:
                 watermarks.end()
             elif not await self._catch_up.run(wanted.lanes, min_interval_seconds=0):
                 break
-        if claimed:
-            self._store.wakeups.events(EventFamily.LEASE)
         return claimed
 
 

@@ -147,13 +147,14 @@ class Grants:
             return row, await self.issue(transaction, locked, kind, grantee, offered)
 
         # Watermarks are set after the commit: an execution whose grant is rolled back must not be below them.
-        row, found = await self._store.transact(search)
+        with scan.watermarks.scanning() as appeared:
+            row, found = await self._store.transact(search)
         if row["scan_us"] is not None:
             scan.watermarks.record_full_scan(row["scan_us"] / 1_000_000, up_to=row["place"])
         if found is None:
             cut_at: int | None = row["cut_at"]
             return cut_at
-        scan.watermarks.raise_to(row["queue_no" if scan.is_by_queue else "route_no"], row["place"])
+        scan.watermarks.raise_to(row["queue_no" if scan.is_by_queue else "route_no"], row["place"], appeared)
         return found
 
     async def scan_eligible_executions(self, *, lane_id: str, limit: int = 100) -> list[ExecutionId]:
