@@ -10,7 +10,7 @@ from uuid import UUID
 import pytest
 
 from engine.flow.graph_model import Edge, GraphModel, Group, Member
-from engine.flow.graph_player import policy_of
+from engine.flow.graph_scripts import policy_of
 from engine.flow.graph_store import differences, modelled, stored_flow
 from engine.flow.graphs import BuiltFlow
 from engine.flow.submitting import edges, node, submitted

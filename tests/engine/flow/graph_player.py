@@ -1,14 +1,10 @@
 """Plays random scripts on a flow of the engine and on the model, and compares both after every step."""
 
-import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 from uuid import UUID, uuid4
-
-from hypothesis import strategies as st
 
 from engine.waits import suspend_args
 from fixtures import uuid_of
@@ -20,53 +16,14 @@ from flowfabric.model.handle import Handle
 from flowfabric.model.ids import flow_partition, mint_for_flow
 
 from .graph_model import HOUR_MS, MAX_REPLAYS, Edge, GraphModel, Group, Member
-from .graph_store import CRASHES, MAX_SWEEPS, GraphStore, crashed, differences, modelled
+from .graph_scripts import DEADLINES_MS, DELAYS_MS, POLICIES, Script, Step, policy_of
+from .graph_store import MAX_SWEEPS, GraphStore, crashed, differences, modelled
 
 RESULTS = (None, b"small", b"large" * 100)
 """A member has no result, one in its row, or one in a table of its own; the number of its end makes it unique."""
-POLICIES = (
-    *(Group() for _ in range(6)),
-    Group(policy="any_of", cancels_siblings=True),
-    Group(policy="any_of"),
-    *(Group(policy="quorum", k=k, cancels_siblings=cancels) for k in (1, 2, 3) for cancels in (True, False)),
-)
-DEADLINES_MS = (None, None, None, HOUR_MS // 2, 3 * HOUR_MS // 2)
 CANCELLATIONS = ("cancel_all", "cancel_pending", "flow_only")
-CRASH_POINTS = [(form, nth) for form in CRASHES for nth in range(1, 3 if form == "answer lost" else 8)]
 MAX_MEMBERS = 8
 MAX_EDGES = 24
-DELAYS_MS = (None, None, None, HOUR_MS // 2, 3 * HOUR_MS // 2)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of a script; the numbers choose among what is possible then."""
-
-    name: str
-    which: int
-    value: int
-    crash: tuple[str, int] | None = None
-
-
-@dataclass(frozen=True)
-class Script:
-    """A flow and what happens to it. Edges are `(upstream, downstream, passes data)`, policies are of POLICIES."""
-
-    policies: Sequence[int]
-    timings: Sequence[int]
-    edges: Sequence[tuple[int, int, bool]]
-    steps: Sequence[Step]
-    edge_limit: int
-
-
-def policy_of(group: Group) -> dict[str, object]:
-    """The policy of a group, as an argument."""
-    policy: dict[str, object] = {"kind": group.policy}
-    if group.policy != "all_of":
-        policy["on_satisfied"] = "cancel_remaining" if group.cancels_siblings else "let_run"
-    if group.policy == "quorum":
-        policy["k"] = group.k
-    return policy
 
 
 class Player:
@@ -92,7 +49,7 @@ class Player:
             for name in (wanted.name, "run" if wanted.value % 3 else "claim", "settle"):
                 step = replace(wanted, name=name)
                 self.taken.append(str(step))
-                if await STEPS[name].take(self, step):
+                if await STEPS[name](self, step):
                     self.counts[name] += 1
                     await self._compare()
                     break
@@ -500,70 +457,27 @@ class Player:
         return True
 
 
-class _Kind(NamedTuple):
-    weight: int
-    take: Callable[[Player, Step], Awaitable[bool]]
-
-
-STEPS = {
-    "run": _Kind(4, Player._run),
-    "claim": _Kind(14, Player._claim),
-    "complete": _Kind(4, Player._complete),
-    "complete together": _Kind(8, Player._complete_together),
-    "fail": _Kind(2, Player._fail),
-    "cancel": _Kind(1, Player._cancel),
-    "delay": _Kind(2, Player._delay),
-    "suspend": _Kind(3, Player._suspend),
-    "resume": _Kind(6, Player._resume),
-    "wait for children": _Kind(5, Player._wait_children),
-    "revoke": _Kind(1, Player._revoke),
-    "pass time": _Kind(1, Player._pass_time),
-    "add": _Kind(1, Player._add),
-    "stage": _Kind(3, Player._stage),
-    "apply": _Kind(5, Player._apply),
-    "settle": _Kind(9, Player._settle),
-    "reconcile": _Kind(1, Player._reconcile),
-    "drain siblings": _Kind(5, Player._drain),
-    "reconcile siblings": _Kind(3, Player._reconcile_siblings),
-    "replay": _Kind(5, Player._replay),
-    "cancel the flow": _Kind(1, Player._cancel_flow),
+STEPS: Mapping[str, Callable[[Player, Step], Awaitable[bool]]] = {
+    "run": Player._run,
+    "claim": Player._claim,
+    "complete": Player._complete,
+    "complete together": Player._complete_together,
+    "fail": Player._fail,
+    "cancel": Player._cancel,
+    "delay": Player._delay,
+    "suspend": Player._suspend,
+    "resume": Player._resume,
+    "wait for children": Player._wait_children,
+    "revoke": Player._revoke,
+    "pass time": Player._pass_time,
+    "add": Player._add,
+    "stage": Player._stage,
+    "apply": Player._apply,
+    "settle": Player._settle,
+    "reconcile": Player._reconcile,
+    "drain siblings": Player._drain,
+    "reconcile siblings": Player._reconcile_siblings,
+    "replay": Player._replay,
+    "cancel the flow": Player._cancel_flow,
 }
-"""Every step, and how often it is taken."""
-
-
-def random_script(rng: random.Random, length: int) -> Script:
-    """A script of this length."""
-    count = rng.randint(2, 6)
-    pairs = [sorted(rng.sample(range(count), 2)) for _ in range(rng.randint(1, 2 * count))]
-    names, weights = list(STEPS), [kind.weight for kind in STEPS.values()]
-
-    def step(name: str) -> Step:
-        crash = rng.choice(CRASH_POINTS) if rng.random() < 0.4 else None
-        return Step(name, rng.randrange(60), rng.randrange(60), crash)
-
-    return Script(
-        policies=[rng.randrange(len(POLICIES)) for _ in range(count)],
-        timings=[rng.randrange(25) for _ in range(count)],
-        edges=[(up, down, rng.random() < 0.5) for up, down in pairs],
-        steps=[step(name) for name in rng.choices(names, weights, k=length)],
-        edge_limit=rng.choice((1, 2, 3, 1000)),
-    )
-
-
-@st.composite
-def scripts(draw: st.DrawFn, length: int) -> Script:
-    """Scripts of Hypothesis, which tries to make them simple when one fails."""
-    count = draw(st.integers(2, 6))
-    numbers = st.integers(0, 59)
-    edge = st.tuples(st.integers(0, count - 2), st.integers(1, count - 1), st.booleans())
-    crash = st.one_of(st.none(), st.sampled_from(CRASH_POINTS))
-    names = [name for name, kind in STEPS.items() for _ in range(kind.weight)]
-    return Script(
-        policies=draw(st.lists(st.integers(0, len(POLICIES) - 1), min_size=count, max_size=count)),
-        timings=draw(st.lists(st.integers(0, 24), min_size=count, max_size=count)),
-        edges=draw(st.lists(edge.filter(lambda each: each[0] < each[1]), min_size=1, max_size=2 * count)),
-        steps=draw(
-            st.lists(st.builds(Step, st.sampled_from(names), numbers, numbers, crash), min_size=length, max_size=length)
-        ),
-        edge_limit=draw(st.sampled_from((1, 2, 3, 1000))),
-    )
+"""What each step of a script does; it returns whether that was possible."""

@@ -16,7 +16,8 @@ from engine.state import rounds
 from flowfabric.engine.flow import cascade
 from flowfabric.model.errors import EngineError
 
-from .graph_player import STEPS, Player, Script, random_script, scripts
+from .graph_player import STEPS, Player
+from .graph_scripts import WEIGHTS, Script, random_script, scripts
 from .graph_store import CRASHES, GraphStore
 
 EXAMPLES = int(os.environ.get("FF_TEST_EXAMPLES", "0"))
@@ -70,5 +71,6 @@ def test_random_flows_end_as_the_model_predicts(store: GraphStore) -> None:
             counts += play(store, random_script(random.Random(seed), LENGTH))
         except pytest.fail.Exception as failure:
             pytest.fail(f"seed {seed}: {failure}")
+    assert {*STEPS} == {*WEIGHTS}
     # The sample reaches every step and every form of a crash.
     assert {*STEPS, *CRASHES} <= {*counts}
