@@ -198,7 +198,7 @@ create table edge (
   data_passing_ref text,
   constraint edge_pkey PRIMARY KEY (partition_key, flow_id, edge_id),
   constraint edge_applied_has_time CHECK ((state <> 'staged'::dependency_state) = (applied_at IS NOT NULL)))
-  with (fillfactor=60);
+  with (fillfactor=45);
 
 create table edge_group (
   partition_key smallint not null,
@@ -223,7 +223,7 @@ create table edge_group (
   constraint edge_group_pkey PRIMARY KEY (partition_key, flow_id, downstream_id),
   constraint edge_group_has_no_more_applied_than_staged CHECK (applied_count <= staged_count),
   constraint edge_group_has_no_more_results_than_edges CHECK ((succeeded_count + failed_count + skipped_count) <= applied_count))
-  with (fillfactor=50);
+  with (fillfactor=45);
 
 create table event (
   event_id bigint not null generated always as identity,

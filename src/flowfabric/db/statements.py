@@ -97,10 +97,9 @@ def short_columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dic
     becomes an array with that one element, and the statement uses the first element in place of missing ones. The
     column of row ids is never shortened: its length is the number of rows.
     """
-    columns: dict[str, object] = {}
-    for name, column in zip(names, zip(*rows, strict=True), strict=True):
-        columns[name] = column if name == ROW_IDS else short_column(column)
-    return columns
+    return {
+        name: column if name == ROW_IDS else short_column(column) for name, column in full_columns(names, rows).items()
+    }
 
 
 def short_column(column: Sequence[object]) -> Sequence[object]:
@@ -111,7 +110,7 @@ def short_column(column: Sequence[object]) -> Sequence[object]:
     return () if column[0] is None else column[:1]
 
 
-def full_columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
+def full_columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, Sequence[object]]:
     """Rows as one array per column, each with one element per row."""
     columns: list[Sequence[object]] = list(zip(*rows, strict=True)) if rows else [()] * len(names)
     return dict(zip(names, columns, strict=True))

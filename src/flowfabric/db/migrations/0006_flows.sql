@@ -82,7 +82,7 @@ create table edge (
   data_passing_ref      text,
   constraint edge_pkey primary key (partition_key, flow_id, edge_id),
   constraint edge_applied_has_time check ((state <> 'staged') = (applied_at is not null))
-) with (fillfactor = 60);
+) with (fillfactor = 45);
 create index edge_out on edge (upstream_id, edge_no);
 create index edge_in on edge (downstream_id);
 
@@ -110,7 +110,7 @@ create table edge_group (
   constraint edge_group_pkey primary key (partition_key, flow_id, downstream_id),
   constraint edge_group_has_no_more_results_than_edges check (succeeded_count + failed_count + skipped_count <= applied_count),
   constraint edge_group_has_no_more_applied_than_staged check (applied_count <= staged_count)
-) with (fillfactor = 50);
+) with (fillfactor = 45);
 
 -- Groups whose siblings are still to be cancelled.
 create table pending_cancel_group (

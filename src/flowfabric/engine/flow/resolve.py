@@ -101,18 +101,22 @@ class Resolver:
 
         Returns what was done, the entries that are left, and whether more can be settled at once.
         """
-        rows = await transaction.fetch(SQL.lock_entries, **_columns(keys))
-        left = [CascadeKey(row["partition_key"], row["event_id"]) for row in rows if not row["is_locked"]]
-        locked = [CascadeKey(row["partition_key"], row["event_id"]) for row in rows if row["is_locked"]]
-        if not locked:
+        (locked,) = await transaction.fetch(
+            SQL.lock_entries,
+            entry_partitions=[key.partition_key for key in keys],
+            event_ids=[key.event_id for key in keys],
+            edges=limit,
+        )
+        left = _keys(locked["left_partitions"], locked["left_event_ids"])
+        if not locked["event_ids"]:
             return ResolvedEdges(), left, False
-        (found,) = await transaction.fetch(SQL.lock_children_of_entries, **_columns(locked), edges=limit)
         (row,) = await transaction.fetch(
             SQL.settle_entries,
-            **_columns(locked),
+            entry_partitions=locked["entry_partitions"],
+            event_ids=locked["event_ids"],
             edges=limit,
-            children=found["children"] or (),
-            has_data=found["has_data"],
+            children=locked["children"] or (),
+            has_data=locked["has_data"],
             **_PROMOTION,
         )
         resolved = await self._follow(transaction, row)
@@ -128,7 +132,7 @@ class Resolver:
         ]
         if changes:
             resolved.has_state_events = await change_members(transaction, changes)
-        left += map(CascadeKey, row["left_partitions"] or (), row["left_event_ids"] or ())
+        left += _keys(row["left_partitions"], row["left_event_ids"])
         return resolved, left, row["is_cut"] or False
 
     async def promote(
@@ -214,11 +218,8 @@ def _answer(
     return DependencyResolved(resolution=Resolution.PENDING)
 
 
-def _columns(keys: Sequence[CascadeKey]) -> dict[str, list[int]]:
-    return {
-        "entry_partitions": [key.partition_key for key in keys],
-        "event_ids": [key.event_id for key in keys],
-    }
+def _keys(partitions: Sequence[int] | None, event_ids: Sequence[int] | None) -> list[CascadeKey]:
+    return list(map(CascadeKey, partitions or (), event_ids or ()))
 
 
 def _work(row: Record) -> list[Work]:

@@ -2,22 +2,11 @@
 -- Resolves the edges in hop: of flows that the transaction has locked, to children that it has locked, each with the outcome of its
 -- upstream execution (1 is success, 5 is skipped), in the order of nth. Each edge counts once. all_of, any_of and quorum differ only in
 -- how many successes are needed. A group that is decided stays so, and later results only count.
-set_edges as (
-  update edge x
-     set state = case when h.outcome = 1 then 'satisfied' else 'impossible' end::dependency_state,
-         -- After those that decided the group, even in the same millisecond: the child may have read their results.
-         last_resolved_at = greatest((select now from clock), (
-           select g.satisfied_at + 1 from edge_group g
-            where g.partition_key = x.partition_key and g.flow_id = x.flow_id and g.downstream_id = x.downstream_id
-              and g.group_state = 'satisfied'))
-    from hop h
-   where x.partition_key = any(array[h.partition_key]) and x.flow_id = h.flow_id and x.edge_id = h.edge_id
-),
 counted as materialized (
   select d.*, g.policy, g.group_state, g.staged_count,
          g.succeeded_count + d.succeeded as succeeded_count, g.failed_count + d.failed as failed_count,
          g.skipped_count + d.skipped as skipped_count,
-         case g.policy when 'all_of' then g.staged_count when 'any_of' then 1 else g.k end as needed,
+         g.satisfied_at, case g.policy when 'all_of' then g.staged_count when 'any_of' then 1 else g.k end as needed,
          g.policy <> 'all_of' and coalesce(g.on_satisfied, 'cancel_remaining') = 'cancel_remaining' as cancels_siblings
     from (select partition_key, flow_id, downstream_id, count(*) filter (where outcome = 1) as succeeded,
                  count(*) filter (where outcome between 2 and 4) as failed, count(*) filter (where outcome = 5) as skipped
@@ -25,6 +14,16 @@ counted as materialized (
    cross join lateral (
          select g.* from edge_group g
           where g.partition_key = d.partition_key and g.flow_id = d.flow_id and g.downstream_id = d.downstream_id limit 1) g
+),
+-- After those that decided a group of this batch before, even in the same millisecond: the child may have read their results.
+resolution as materialized (
+  select greatest((select now from clock), max(satisfied_at) filter (where group_state = 'satisfied') + 1) as at from counted
+),
+set_edges as (
+  update edge x
+     set state = case when h.outcome = 1 then 'satisfied' else 'impossible' end::dependency_state, last_resolved_at = r.at
+    from hop h cross join resolution r
+   where x.partition_key = any(array[h.partition_key]) and x.flow_id = h.flow_id and x.edge_id = h.edge_id
 ),
 judged as materialized (
   select c.*, c.group_state = 'pending' and c.to_state <> 'pending' as has_fired
@@ -39,7 +38,7 @@ judged as materialized (
 set_groups as (
   update edge_group g
      set succeeded_count = j.succeeded_count, failed_count = j.failed_count, skipped_count = j.skipped_count, group_state = j.to_state,
-         satisfied_at = case when j.has_fired and j.to_state = 'satisfied' then (select now from clock) else g.satisfied_at end,
+         satisfied_at = case when j.has_fired and j.to_state = 'satisfied' then (select at from resolution) else g.satisfied_at end,
          last_dependency_update_at = (select now from clock),
          cancel_siblings_pending_flag = g.cancel_siblings_pending_flag or (j.has_fired and j.cancels_siblings),
          cancel_siblings_pending_members = case when j.has_fired and j.cancels_siblings then array(
@@ -166,11 +165,11 @@ work as materialized (
 (select exists (select from queued_siblings)) as has_siblings
 
 -- fragment: entries
--- The entries of the cascade that the transaction has locked, their executions in order (member), and the unsatisfied edges that leave
--- them (out_edge), one more than :edges at most. The first execution of an entry may have been settled up to after_edge_no.
+-- The entries of the cascade in locked_entry, their executions in order (member), and the unsatisfied edges that leave them (out_edge),
+-- one more than :edges at most. The first execution of an entry may have been settled up to after_edge_no.
 entry as materialized (
   select c.*
-    from unnest(:entry_partitions::smallint[], :event_ids::bigint[]) as i(partition_key, event_id)
+    from locked_entry i
    cross join lateral (
          select c.* from cascade_entry c where c.partition_key = i.partition_key and c.event_id = i.event_id limit 1) c
    order by c.event_id
@@ -196,31 +195,35 @@ out_edge as materialized (
 )
 
 -- name: lock_entries
--- Locks entries that still exist and their flows; is_locked is false if one of the two is locked elsewhere.
-select i.partition_key, i.event_id, f.flow_id is not null as is_locked
-  from unnest(:entry_partitions::smallint[], :event_ids::bigint[]) as i(partition_key, event_id)
- cross join lateral (
-       select x.flow_id from cascade_entry x where x.partition_key = i.partition_key and x.event_id = i.event_id limit 1) x
-  left join lateral (
-       select c.partition_key, c.flow_id from cascade_entry c
-        where c.partition_key = i.partition_key and c.event_id = i.event_id for update skip locked) c on true
-  left join lateral (
-       select f.flow_id from flow f where f.partition_key = c.partition_key and f.flow_id = c.flow_id for update skip locked) f on true;
-
--- name: lock_children_of_entries
--- Locks the children of the next :edges edges that leave the executions of locked entries, except those locked elsewhere; returns
--- their ids, and whether an edge passes data.
-with
+-- Locks entries that still exist, their flows, and the children of the next :edges edges that leave their executions, except what is
+-- locked elsewhere. Returns the locked entries, those that are locked elsewhere, the children, and whether an edge passes data. Edges
+-- that appear meanwhile have a child that is not locked, so settle_entries leaves them.
+with found as materialized (
+  select i.partition_key, i.event_id, f.flow_id is not null as is_locked
+    from unnest(:entry_partitions::smallint[], :event_ids::bigint[]) as i(partition_key, event_id)
+   cross join lateral (
+         select x.flow_id from cascade_entry x where x.partition_key = i.partition_key and x.event_id = i.event_id limit 1) x
+    left join lateral (
+         select c.partition_key, c.flow_id from cascade_entry c
+          where c.partition_key = i.partition_key and c.event_id = i.event_id for update skip locked) c on true
+    left join lateral (
+         select f.flow_id from flow f where f.partition_key = c.partition_key and f.flow_id = c.flow_id for update skip locked) f on true
+),
+locked_entry as materialized (select partition_key, event_id from found where is_locked),
 -- include: entries
 ,
-locked as materialized (
+locked_child as materialized (
   select e.execution_id
     from (select distinct o.partition_key, o.downstream_id from out_edge o where o.nth <= :edges order by o.partition_key, o.downstream_id) d
    cross join lateral (
          select e.execution_id from execution e
           where e.partition_key = d.partition_key and e.execution_id = d.downstream_id for update skip locked) e
 )
-select (select array_agg(execution_id) from locked) as children,
+select (select array_agg(partition_key) from locked_entry) as entry_partitions,
+       (select array_agg(event_id) from locked_entry) as event_ids,
+       (select array_agg(partition_key) from found where not is_locked) as left_partitions,
+       (select array_agg(event_id) from found where not is_locked) as left_event_ids,
+       (select array_agg(execution_id) from locked_child) as children,
        coalesce((select bool_or(data_passing_ref is not null) from out_edge), false) as has_data;
 
 -- name: settle_entries
@@ -228,6 +231,9 @@ select (select array_agg(execution_id) from locked) as children,
 -- entries, or removes from them the executions that have no unsatisfied edge left. Returns what the caller does next, how many
 -- executions of each flow are settled, and the entries that are left.
 with clock as materialized (select ff_now() as now),
+locked_entry as materialized (
+  select * from unnest(:entry_partitions::smallint[], :event_ids::bigint[]) as i(partition_key, event_id)
+),
 -- include: entries
 ,
 located as materialized (

@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any
 from uuid import UUID
 
 import msgspec
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
-from flowfabric.db.statements import Statement, short_column, short_columns, statements_beside
+from flowfabric.db.statements import short_column, short_columns, statements_beside
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.execution.create import lane_refusal
@@ -27,15 +28,15 @@ from flowfabric.model.ids import EdgeId, FlowId, format_execution_id, uuid7
 SQL = statements_beside(__file__)
 
 ROWS_PER_STATEMENT = 1_000
-"""How many members, edges or groups one statement inserts: it takes much less than the statement timeout."""
+"""How many members, edges and groups, of each, one statement inserts: it takes much less than the statement timeout."""
 BYTES_PER_STATEMENT = 8 * 2**20
 """How many bytes of inputs one statement inserts, if it inserts several."""
 LOCK_TIMEOUT = "5s"
 """How long a submission waits for another one of the same flow."""
 
-_NO_IDS = {"minted_execution_id": None, "minted_edge_id": None}
+_EMPTY = slice(0, 0)
 
-Statements: TypeAlias = list[tuple[Statement, Mapping[str, Any]]]
+_NO_IDS = {"minted_execution_id": None, "minted_edge_id": None}
 
 _MEMBER_COLUMNS = (
     "execution_ids",
@@ -69,7 +70,7 @@ _of_shape = itemgetter(
     "retention_ms",
 )
 _EDGE_COLUMNS = ("edge_ids", "upstream_ids", "downstream_ids", "dependency_kinds", "data_passing_refs")
-_GROUP_COLUMNS = ("execution_ids", "policies", "ks", "effects", "inbound_counts")
+_GROUP_COLUMNS = ("group_policies", "ks", "effects", "group_edge_counts")
 
 
 class SubmitFlow:
@@ -136,7 +137,7 @@ class SubmitFlow:
         await self._drafts.register(draft)
         namespace_no = await self._store.namespace_no(draft.namespace)
         flow = {"namespace_no": namespace_no, **_flow_values(draft)}
-        statements = await self._statements(draft, namespace_no)
+        parts = await self._parts(draft, namespace_no)
         found: list[Record] = []
 
         async def insert(transaction: Transaction) -> bool | None:
@@ -155,8 +156,8 @@ class SubmitFlow:
                     raise self._refusal(draft, lane_no, lane_state)
                 return None
             found.clear()
-            for statement, values in statements:
-                found.extend(await transaction.fetch(statement, **values))
+            for values in parts:
+                found.extend(await transaction.fetch(SQL.insert_part, **values))
             return True
 
         is_ours: bool | None = None
@@ -216,22 +217,30 @@ class SubmitFlow:
         if any(member.tags and instance_key in member.tags for member in draft.members):
             wakeups.events(EventFamily.INSTANCE_TAG)
 
-    async def _statements(self, draft: Draft, namespace_no: int) -> Statements:
-        """The statements that insert the members, the edges and the groups of a flow, with their values."""
-        of_flow = {"partition_key": draft.partition_key, "flow_id": draft.flow_id}
-        found: Statements = []
-        for part in _parts([len(member.payload) for member in draft.members]):
-            columns = self._member_columns(draft, part)
-            found.append((SQL.insert_members, {**of_flow, "namespace_no": namespace_no, **columns}))
+    async def _parts(self, draft: Draft, namespace_no: int) -> list[dict[str, object]]:
+        """The values of the statements that insert the members, the edges and the groups of a flow."""
+        of_flow = {
+            "partition_key": draft.partition_key,
+            "flow_id": draft.flow_id,
+            "namespace_no": namespace_no,
+            "graph_revision": draft.graph_revision,
+            "inline_payload_bytes": INLINE_PAYLOAD_BYTES,
+        }
+        found: list[dict[str, object]] = []
+        for members, edges, groups in zip_longest(
+            _slices([len(member.payload) for member in draft.members]),
+            _slices([0] * len(draft.edge_uuids)),
+            _slices([0] * len(draft.graph.policies)),
+            fillvalue=_EMPTY,
+        ):
+            of_part = {
+                **self._member_columns(draft, members),
+                **_edge_columns(draft, edges),
+                **_group_columns(draft, groups),
+            }
+            found.append({**of_flow, **of_part})
             # Other tasks of the event loop have a turn.
             await asyncio.sleep(0)
-        for part in _parts([0] * len(draft.edge_uuids)):
-            found.append((SQL.insert_edges, {**of_flow, "edges_before": part.start, **_edge_columns(draft, part)}))
-            await asyncio.sleep(0)
-        nodes = list(draft.graph.policies)
-        for part in _parts([0] * len(nodes)):
-            columns = _group_columns(draft, nodes[part])
-            found.append((SQL.insert_groups, {**of_flow, "graph_revision": draft.graph_revision, **columns}))
         return found
 
     def _member_columns(self, draft: Draft, part: slice) -> dict[str, object]:
@@ -254,7 +263,6 @@ class SubmitFlow:
         return {
             **short_columns(_MEMBER_COLUMNS, own),
             **short_columns(_SHAPE_COLUMNS, [_of_shape(member.shape.columns) for member in members]),
-            "inline_payload_bytes": INLINE_PAYLOAD_BYTES,
             "has_large_inputs": any_large(member.payload for member in members),
         }
 
@@ -294,16 +302,17 @@ def _edge_columns(draft: Draft, part: slice) -> dict[str, object]:
         graph.dependency_kinds[part],
         graph.data_passing_refs[part],
     )
-    return {name: short_column(column) for name, column in zip(_EDGE_COLUMNS, columns, strict=True)}
+    short = {name: short_column(column) for name, column in zip(_EDGE_COLUMNS, columns, strict=True)}
+    return {"edges_before": part.start, **short}
 
 
-def _group_columns(draft: Draft, nodes: Sequence[int]) -> dict[str, object]:
-    graph = draft.graph
-    rows = [(draft.uuids[node], *edge_policy_columns(graph.policies[node]), graph.inbound[node]) for node in nodes]
-    return short_columns(_GROUP_COLUMNS, rows)
+def _group_columns(draft: Draft, part: slice) -> dict[str, object]:
+    groups = list(islice(draft.graph.policies.items(), part.start, part.stop))
+    rows = [(*edge_policy_columns(policy), draft.graph.inbound[node]) for node, policy in groups]
+    return {"group_ids": [draft.uuids[node] for node, _ in groups], **short_columns(_GROUP_COLUMNS, rows)}
 
 
-def _parts(sizes: Sequence[int]) -> Iterator[slice]:
+def _slices(sizes: Sequence[int]) -> Iterator[slice]:
     """Slices of items with these sizes in bytes, each for one statement."""
     first = size = 0
     for at, each in enumerate(sizes):

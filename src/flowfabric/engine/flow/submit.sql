@@ -46,9 +46,10 @@ tagged as (
 )
 select exists (select from fresh) as is_new, (select lane_no from refusing) as refusing_lane_no, (select state from refusing) as lane_state;
 
--- name: insert_members
--- Creates members of a new flow in input order: those without inbound edges as submissions that start at once or delayed, the others
--- waiting for their dependencies. Returns where executions can be claimed, by priority, and when the first delay ends.
+-- name: insert_part
+-- Creates members, applied edges and groups of a new flow. Members are created in input order: those without inbound edges as
+-- submissions that start at once or delayed, the others waiting for their dependencies. Returns where executions can be claimed, by
+-- priority, and when the first delay ends.
 with clock as materialized (select ff_now() as now),
 given as (
   select execution_id,
@@ -126,35 +127,31 @@ inserted_events as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, flow_id, instance_tag, tags)
   select now, execution_id, :partition_key, 'tag_attached', :namespace_no, :flow_id, instance_tag, tags::jsonb
     from item where instance_tag is not null
+),
+inserted_edges as (
+  insert into edge (partition_key, flow_id, edge_id, edge_no, upstream_id, downstream_id, state, staged_at, applied_at,
+                    dependency_kind, data_passing_ref)
+  select :partition_key, :flow_id, i.edge_id, :edges_before::int + i.nth, coalesce(i.upstream_id, (:upstream_ids)[1]),
+         coalesce(i.downstream_id, (:downstream_ids)[1]), 'unsatisfied', c.now, c.now,
+         coalesce(i.dependency_kind, (:dependency_kinds)[1]),
+         case cardinality(:data_passing_refs) when 1 then (:data_passing_refs)[1] else i.data_passing_ref end
+    from unnest(:edge_ids::uuid[], :upstream_ids::uuid[], :downstream_ids::uuid[], :dependency_kinds::text[],
+                :data_passing_refs::text[]) with ordinality
+         as i(edge_id, upstream_id, downstream_id, dependency_kind, data_passing_ref, nth)
+   cross join clock c
+),
+inserted_groups as (
+  insert into edge_group (partition_key, flow_id, downstream_id, policy, k, on_satisfied, staged_count, applied_count, created_at,
+                          last_dependency_update_at, last_flow_graph_revision)
+  select :partition_key, :flow_id, i.group_id, coalesce(i.policy, (:group_policies)[1]),
+         case cardinality(:ks) when 1 then (:ks)[1] else i.k end,
+         case cardinality(:effects) when 1 then (:effects)[1] else i.effect end, coalesce(i.edge_count, (:group_edge_counts)[1]),
+         coalesce(i.edge_count, (:group_edge_counts)[1]), c.now, c.now, :graph_revision::bigint
+    from unnest(:group_ids::uuid[], :group_policies::text[], :ks::int[], :effects::text[], :group_edge_counts::int[])
+         as i(group_id, policy, k, effect, edge_count)
+   cross join clock c
 )
 select lane_no, route_no, queue_no, min(place) as place, null::bigint as due_in_ms
   from item where is_claimable group by lane_no, route_no, queue_no, place >> 48
 union all
 select null, null, null, null, min(delay_until - now) from item where is_delayed and not is_blocked having count(*) > 0;
-
--- name: insert_edges
--- Creates applied edges of a new flow.
-with clock as materialized (select ff_now() as now)
-insert into edge (partition_key, flow_id, edge_id, edge_no, upstream_id, downstream_id, state, staged_at, applied_at,
-                  dependency_kind, data_passing_ref)
-select :partition_key::smallint, :flow_id::uuid, i.edge_id, :edges_before::int + i.nth, coalesce(i.upstream_id, (:upstream_ids)[1]),
-       coalesce(i.downstream_id, (:downstream_ids)[1]), 'unsatisfied', c.now, c.now,
-       coalesce(i.dependency_kind, (:dependency_kinds)[1]),
-       case cardinality(:data_passing_refs) when 1 then (:data_passing_refs)[1] else i.data_passing_ref end
-  from unnest(:edge_ids::uuid[], :upstream_ids::uuid[], :downstream_ids::uuid[], :dependency_kinds::text[],
-              :data_passing_refs::text[]) with ordinality
-       as i(edge_id, upstream_id, downstream_id, dependency_kind, data_passing_ref, nth)
- cross join clock c;
-
--- name: insert_groups
--- Creates the groups of members of a new flow whose edges are all applied.
-with clock as materialized (select ff_now() as now)
-insert into edge_group (partition_key, flow_id, downstream_id, policy, k, on_satisfied, staged_count, applied_count, created_at,
-                        last_dependency_update_at, last_flow_graph_revision)
-select :partition_key::smallint, :flow_id::uuid, i.downstream_id, coalesce(i.policy, (:policies)[1]),
-       case cardinality(:ks) when 1 then (:ks)[1] else i.k end,
-       case cardinality(:effects) when 1 then (:effects)[1] else i.effect end, coalesce(i.inbound, (:inbound_counts)[1]),
-       coalesce(i.inbound, (:inbound_counts)[1]), c.now, c.now, :graph_revision::bigint
-  from unnest(:execution_ids::uuid[], :policies::text[], :ks::int[], :effects::text[], :inbound_counts::int[])
-       as i(downstream_id, policy, k, effect, inbound)
- cross join clock c;
