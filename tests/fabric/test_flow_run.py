@@ -246,6 +246,10 @@ async def test_the_error_of_a_flow_names_causes_first_and_at_most_ten(fabric: Fa
         with pytest.raises(FlowRunFailed, match=r"20 of 20 runs did not succeed: fail .*no luck") as error:
             await failed.result(timeout=TIMEOUT)
         assert len(error.value.causes) == 10
+        for cause in error.value.causes:
+            assert cause.error_type == "ValueError"
+            assert cause.traceback is not None
+            assert "raise ValueError" in cause.traceback
         await few.run(nodes[2]).cancel("by hand")
         with pytest.raises(FlowRunFailed) as error:
             await few.result(timeout=TIMEOUT)

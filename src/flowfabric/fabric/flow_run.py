@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
 from flowfabric.engine.parts import parts_of
-from flowfabric.engine.read.members import FlowProgress, UnmetMember, UnmetMembers
+from flowfabric.engine.read.members import DeletedMembers, FlowProgress, Members, UnmetMember, UnmetMembers
 from flowfabric.fabric.errors import RUN_ERRORS, RunError
 from flowfabric.fabric.node import Node
 from flowfabric.fabric.run import UNSERVED_SECONDS, Run, RunFabric
@@ -139,7 +139,7 @@ class FlowRun:
         """Return all runs of the flow: in the order of the nodes, or by their ids if the flow was found by its id."""
         if self._runs:
             return list(self._runs)
-        members = await parts_of(self._fabric.engine).members.list_members(self._flow_id)
+        members = await self._members.list_members(self._flow_id)
         if not members and await self._read_progress() is None:
             raise self._not_found()
         return [Run(self._fabric, execution_id, None) for execution_id in members]
@@ -172,11 +172,8 @@ class FlowRun:
         ended = await self._wait(timeout)
         if ended is FlowStatus.CANCELLED:
             raise FlowRunCancelled(self.id, (await self._progress()).cancel_reason)
-        if ended is FlowStatus.COMPLETED:
-            return
-        unmet = await self._unmet()
-        if unmet.final_count:
-            raise self._failure(await self._progress(), unmet)
+        if (failure := await self._failure(ended, with_errors=True)) is not None:
+            raise failure
 
     async def cancel(
         self,
@@ -199,10 +196,15 @@ class FlowRun:
         by one; if one of them is refused, those before it stay replayed.
         """
         unmet = await self._unmet(limit=MAX_NODES)
-        if unmet.final_count == 0:
-            if await self._read_progress() is None:
-                raise self._not_found()
+        status, deleted = (await self._progress()).status, await self._deleted()
+        if not unmet.final_count and (status is FlowStatus.COMPLETED or not deleted.final_count):
             return []
+        if deleted.count:
+            raise error(
+                "execution_not_found",
+                f"flow {self.id} cannot be replayed: {_deleted_text(deleted)}; submit it again, or replay single runs "
+                "with run.replay()",
+            )
         order = {run.id: nth for nth, run in enumerate(self._runs)}
         # What failed first, so that nothing that was skipped finds an upstream run that has ended.
         again = sorted(
@@ -238,16 +240,45 @@ class FlowRun:
             await first._warn_if_unserved()
 
     async def _ended_state(self, status: FlowStatus) -> FlowStatus:
-        """Return how a flow has ended; to the engine it has failed if any run has."""
-        if status is FlowStatus.FAILED and not (await self._unmet()).final_count:
-            return FlowStatus.COMPLETED
-        return status
+        """Return how a flow has ended, by its final runs; to the engine it has failed if any run has."""
+        if status not in (FlowStatus.COMPLETED, FlowStatus.FAILED):
+            return status
+        return FlowStatus.COMPLETED if await self._failure(status) is None else FlowStatus.FAILED
 
-    async def _unmet(self, *, limit: int = MAX_CAUSES) -> UnmetMembers:
-        return await parts_of(self._fabric.engine).members.list_unmet(self._flow_id, limit=limit)
+    async def _failure(self, status: FlowStatus, *, with_errors: bool = False) -> FlowRunFailed | None:
+        """Return the error of a flow that has ended with this status of the engine, or None if it completed.
+
+        Of runs that retention has deleted, only the status tells whether all of them succeeded.
+        """
+        unmet = await self._unmet(with_errors=with_errors)
+        if status is FlowStatus.COMPLETED and not unmet.final_count:
+            return None
+        deleted = await self._deleted()
+        if not unmet.final_count and not deleted.final_count:
+            return None
+        reason = f"{unmet.count} of {deleted.of} runs did not succeed"
+        if not unmet.final_count:
+            reason = f"a run did not succeed, and whether the final runs did is not known: {_deleted_text(deleted)}"
+        elif deleted.count:
+            reason += f", and {_deleted_text(deleted)}"
+        causes = [(each.execution_kind, _error_of(each)) for each in unmet.first if each.is_cause]
+        return FlowRunFailed(self.id, reason, causes)
+
+    @property
+    def _members(self) -> Members:
+        return parts_of(self._fabric.engine).members
+
+    async def _unmet(self, *, limit: int = MAX_CAUSES, with_errors: bool = False) -> UnmetMembers:
+        return await self._members.list_unmet(self._flow_id, limit=limit, with_errors=with_errors)
+
+    async def _deleted(self) -> DeletedMembers:
+        found = await self._members.count_deleted(self._flow_id)
+        if found is None:
+            raise self._not_found()
+        return found
 
     async def _read_progress(self) -> FlowProgress | None:
-        return await parts_of(self._fabric.engine).members.read_progress(self._flow_id)
+        return await self._members.read_progress(self._flow_id)
 
     async def _progress(self) -> FlowProgress:
         found = await self._read_progress()
@@ -263,14 +294,15 @@ class FlowRun:
         counts = [f"{count} {state.value.replace('_', ' ')}" for state, count in found.members.items()]
         return f": its runs are {listed(counts)}"
 
-    def _failure(self, progress: FlowProgress, unmet: UnmetMembers) -> FlowRunFailed:
-        causes = [(each.execution_kind, _error_of(each)) for each in unmet.first if each.is_cause]
-        total = sum(progress.members.values())
-        return FlowRunFailed(self.id, f"{unmet.count} of {total} runs did not succeed", causes)
-
     def _not_found(self) -> EngineError:
         return error("flow_not_found", f"{self.id}: it was not submitted to this store, or its retention is over")
 
 
 def _error_of(member: UnmetMember) -> RunError:
-    return RUN_ERRORS[member.outcome](member.execution_id, member.reason)
+    return RUN_ERRORS[member.outcome](
+        member.execution_id, member.reason, error_type=member.error_type, traceback=member.traceback
+    )
+
+
+def _deleted_text(deleted: DeletedMembers) -> str:
+    return f"retention has deleted {deleted.count} of its {deleted.of} runs"
