@@ -264,6 +264,22 @@ async def test_the_error_of_a_flow_names_causes_first_and_at_most_ten(fabric: Fa
     ]
 
 
+async def test_the_error_of_a_flow_cuts_long_causes(fabric: Fabric) -> None:
+    @fabric.task
+    async def fail() -> None:
+        raise ValueError("x" * 5_000)
+
+    flow = fabric.flow("nightly")
+    flow.add(fail)
+    async with fabric, fabric.worker():
+        run = await flow.submit()
+        with pytest.raises(FlowRunFailed) as error:
+            await run.result(timeout=TIMEOUT)
+    assert len(str(error.value)) < 350
+    assert str(error.value).endswith("xxx...")
+    assert len(str(error.value.causes[0])) > 1_000
+
+
 async def test_a_wait_for_a_flow_that_no_worker_runs_is_logged(
     fabric: Fabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

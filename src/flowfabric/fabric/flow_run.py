@@ -16,7 +16,7 @@ from flowfabric.model.errors import EngineError, NotFoundError, error
 from flowfabric.model.flow import MAX_NODES, CancellationPolicy, FlowStatus
 from flowfabric.model.ids import FlowId
 from flowfabric.model.states import ENDED_STATES, PublicState, TerminalOutcome
-from flowfabric.model.text import listed, shown
+from flowfabric.model.text import listed, shorten, shown
 
 Value = TypeVar("Value")
 
@@ -68,8 +68,8 @@ class FlowRunFailed(FlowRunError):
     """A flow has ended, and a final run, which no other run waits for, has not succeeded."""
 
     def __str__(self) -> str:
-        """Return `flow <id> failed: <how many runs>: <task> <error>; ...`."""
-        named = [f"{task} {cause}" for task, cause in zip(self._tasks, self.causes, strict=True)]
+        """Return `flow <id> failed: <how many runs>: <task> <error>; ...`, with long errors cut."""
+        named = [shorten(f"{task} {cause}") for task, cause in zip(self._tasks, self.causes, strict=True)]
         return f"flow {self.flow_id} failed: {self.reason}" + (f": {'; '.join(named)}" if named else "")
 
 
