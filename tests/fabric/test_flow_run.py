@@ -10,7 +10,7 @@ import pytest
 from fixtures import Eventually, Rows
 from flowfabric import Fabric, FlowRunCancelled, FlowRunFailed, FlowStatus, RunCancelled, RunExpired, any_of
 from flowfabric.errors import EngineError, InvalidInputError, NotFoundError, StateError
-from flowfabric.fabric import flow_run, run
+from flowfabric.fabric import flow_run
 from flowfabric.outcomes import LaneState
 
 TIMEOUT = 60
@@ -280,11 +280,34 @@ async def test_the_error_of_a_flow_cuts_long_causes(fabric: Fabric) -> None:
     assert len(str(error.value.causes[0])) > 1_000
 
 
+async def test_a_wait_for_a_flow_names_every_task_that_no_worker_serves(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, eventually: Eventually
+) -> None:
+    monkeypatch.setattr(flow_run, "UNSERVED_SECONDS", 0.05)
+    tasks = tasks_of(fabric)
+    flow = fabric.flow("nightly")
+    behind = flow.add(tasks.copy.options(lane="later"), flow.add(tasks.copy, 1))
+    second = flow.add(tasks.copy.options(lane="second"), 2)
+    flow.add(tasks.wait)
+    async with fabric, fabric.worker(lanes=["default"]):
+        submitted = await flow.submit()
+        waiting = asyncio.create_task(fabric.flow_run(flow.id).wait())
+
+        async def is_logged() -> bool:
+            return all(f"{submitted.run(node).id} has not started: " in caplog.text for node in (behind, second))
+
+        await eventually(is_logged)
+        tasks.gate.set()
+        async with fabric.worker(lanes=["later", "second"]):
+            assert await waiting is FlowStatus.COMPLETED
+    assert {each.levelname for each in caplog.records if "has not started" in each.message} == {"WARNING"}
+    assert "no live worker serves lane 'later'" in caplog.text
+
+
 async def test_a_wait_for_a_flow_that_no_worker_runs_is_logged(
     fabric: Fabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(flow_run, "UNSERVED_SECONDS", 0.05)
-    monkeypatch.setattr(run, "UNSERVED_SECONDS", 0.05)
     tasks = tasks_of(fabric)
     flow = fabric.flow("nightly")
     flow.add(tasks.copy, 5)

@@ -81,6 +81,7 @@ class Fabric:
         """The event loop in which the fabric was connected."""
         self._open = AsyncExitStack()
         self._unserved_again_at = 0.0
+        self._unserved_queues: dict[int, float] = {}
 
     @property
     def task(self) -> TaskDecorator:

@@ -1,5 +1,6 @@
 """The runs of flows: handles of submitted flows, to watch, await and cancel from any process."""
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,14 @@ from flowfabric.model.flow import MAX_NODES, CancellationPolicy, FlowStatus
 from flowfabric.model.ids import FlowId
 from flowfabric.model.states import ENDED_STATES, PublicState, TerminalOutcome
 from flowfabric.model.text import listed, shorten, shown
+from flowfabric.pauses import pauses
 
 Value = TypeVar("Value")
 
 MAX_CAUSES = 10
 """How many runs the error of a flow holds."""
+LONGEST_PAUSE_SECONDS = 600.0
+"""The longest pause of a wait between two checks whether any worker can run what waits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,26 +222,31 @@ class FlowRun:
 
     async def _wait(self, timeout: Duration | None) -> FlowStatus:
         seconds = None if timeout is None else milliseconds(timeout, "timeout") / 1000
-        began = time.monotonic()
-        wait_for_flow = self._fabric.engine.wait_for_flow
-        try:
-            first = UNSERVED_SECONDS if seconds is None else min(seconds, UNSERVED_SECONDS)
-            ended = await wait_for_flow(self._flow_id, timeout_ms=round(first * 1000))
-            if ended is None and first == UNSERVED_SECONDS:
-                await self._warn_if_unserved()
-                left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
-                ended = await wait_for_flow(self._flow_id, timeout_ms=None if left is None else round(left * 1000))
-        except NotFoundError:
-            raise self._not_found() from None
-        if ended is None:
-            raise TimeoutError(f"flow {self.id} has not ended within {seconds:g} s{await self._counts_text()}")
-        return ended.status
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for pause in pauses(UNSERVED_SECONDS, LONGEST_PAUSE_SECONDS):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            is_last = left is not None and left <= pause
+            try:
+                ended = await self._fabric.engine.wait_for_flow(
+                    self._flow_id, timeout_ms=round((left if left is not None and is_last else pause) * 1000)
+                )
+            except NotFoundError:
+                raise self._not_found() from None
+            if ended is not None:
+                return ended.status
+            if is_last:
+                break
+            await self._warn_if_unserved()
+        raise TimeoutError(f"flow {self.id} has not ended within {seconds:g} s{await self._counts_text()}")
 
     async def _warn_if_unserved(self) -> None:
-        """Log a warning if no worker can run the first run of the flow that waits for no other."""
-        first = next((run for node, run in zip(self._nodes, self._runs, strict=True) if not node._upstreams), None)
-        if first is not None:
-            await first._warn_if_unserved()
+        """Log a warning for each queue in which runs of the flow wait, if no worker can run them."""
+        with contextlib.suppress(EngineError):
+            for member in await self._members.list_unserved(self._flow_id):
+                # One of many waiting callers is enough.
+                if time.monotonic() >= self._fabric._unserved_queues.get(member.queue_no, 0.0):
+                    self._fabric._unserved_queues[member.queue_no] = time.monotonic() + UNSERVED_SECONDS
+                    await Run[Any](self._fabric, member.execution_id, None)._log_if_unserved()
 
     async def _ended_state(self, status: FlowStatus) -> FlowStatus:
         """Return how a flow has ended, by its final runs; to the engine it has failed if any run has."""

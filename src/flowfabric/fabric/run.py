@@ -99,6 +99,8 @@ class RunFabric(Protocol):
 
     _unserved_again_at: float
     """When, by the monotonic clock, a waiting caller checks again whether any worker can run its execution."""
+    _unserved_queues: dict[int, float]
+    """When, by the monotonic clock, a wait for a flow warns again about a queue that no worker serves."""
 
     @property
     def engine(self) -> Engine: ...
@@ -229,6 +231,9 @@ class Run(Generic[Value]):
         if time.monotonic() < self._fabric._unserved_again_at:
             return
         self._fabric._unserved_again_at = time.monotonic() + UNSERVED_SECONDS
+        await self._log_if_unserved()
+
+    async def _log_if_unserved(self) -> None:
         with contextlib.suppress(EngineError):
             explanation = await self._fabric.engine.explain(self.id)
             if any(isinstance(each, NoWorkerReason | NoCapableWorkerReason) for each in explanation.reasons):

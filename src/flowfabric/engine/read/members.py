@@ -18,6 +18,8 @@ SQL = statements_beside(__file__)
 
 PAGE = 5_000
 """How many members one statement lists."""
+MAX_UNSERVED = 10
+"""How many members that no worker serves are listed."""
 _FIRST = UUID(int=0)
 
 _read_counts = msgspec.json.Decoder(dict[str, int]).decode
@@ -70,6 +72,15 @@ class DeletedMembers:
     """How many of them no edge leaves."""
     of: int
     """How many members the flow has had."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnservedMember:
+    """A claimable member that no live worker serves."""
+
+    execution_id: ExecutionId
+    queue_no: int
+    """Its queue: the same workers serve everything in it."""
 
 
 class Members:
@@ -146,3 +157,12 @@ class Members:
             return None
         row = rows[0]
         return DeletedMembers(count=row["deleted"], final_count=row["deleted_final"], of=row["node_count"])
+
+    async def list_unserved(self, flow_id: FlowId) -> list[UnservedMember]:
+        """Claimable members of a flow that no live worker serves: one for each queue."""
+        partition, parsed = check_flow_id(self._store, flow_id)
+        rows = await self._store.fetch(SQL.list_unserved_members, flow_id=parsed, limit=MAX_UNSERVED)
+        return [
+            UnservedMember(execution_id=format_execution_id(partition, row["execution_id"]), queue_no=row["queue_no"])
+            for row in rows
+        ]

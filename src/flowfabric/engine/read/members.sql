@@ -60,3 +60,29 @@ select f.node_count, f.node_count - m.stored as deleted,
   from flow f
  cross join lateral (select count(*)::int as stored from execution e where e.flow_id = f.flow_id) m
  where f.partition_key = :partition_key and f.flow_id = :flow_id;
+
+-- name: list_unserved_members
+-- Claimable members of a flow that no live worker serves: one for each queue, as the same workers serve everything in it.
+with clock as materialized (select ff_now() as now),
+waiting as materialized (
+  select distinct on (e.queue_no) e.queue_no, e.execution_id
+    from execution e
+   where e.flow_id = :flow_id and e.lifecycle_phase = 'runnable' and e.eligibility_state = 'eligible_now'
+   order by e.queue_no, e.execution_id
+),
+live as materialized (
+  select r.lanes, r.namespace, r.serves_all_namespaces, r.kinds, r.capabilities from worker r cross join clock c where r.lapses_at > c.now
+)
+select w.execution_id, w.queue_no
+  from waiting w
+  join queue q on q.queue_no = w.queue_no
+  join kind k on k.kind_no = q.kind_no
+  join lane l on l.lane_no = q.lane_no
+  join namespace n on n.namespace_no = q.namespace_no
+  join route t on t.route_no = q.route_no
+  join capability_set s on s.capability_set_no = t.capability_set_no
+ where not exists (
+       select from live r
+        where l.lane_id = any(r.lanes) and (r.serves_all_namespaces or r.namespace = n.namespace)
+          and (r.kinds is null or k.execution_kind = any(r.kinds)) and r.capabilities @> coalesce(s.required, '{}'))
+ order by w.execution_id limit :limit;
