@@ -201,8 +201,69 @@ async def test_a_cancelled_flow_cancels_its_runs(fabric: Fabric, eventually: Eve
             {"cancelled": 2},
             "no longer wanted",
         )
-        with pytest.raises(StateError, match=r"flow_already_terminal: flow .* has already ended"):
-            await run.cancel()
+        await run.cancel("a repeat")
+        assert (await run.status()).cancel_reason == "no longer wanted"
+
+
+async def test_a_flow_that_has_ended_otherwise_is_not_cancelled(fabric: Fabric, rows: Rows) -> None:
+    tasks = tasks_of(fabric)
+    flow = fabric.flow("nightly")
+    flow.add(tasks.copy, 1)
+    async with fabric:
+        async with fabric.worker():
+            run = await flow.submit()
+            await run.result(timeout=TIMEOUT)
+        async with rows.unchanged():
+            with pytest.raises(StateError, match=r"flow_already_terminal: flow .* has already ended"):
+                await run.cancel()
+
+
+async def test_another_cancel_covers_what_the_first_one_spared(fabric: Fabric, eventually: Eventually) -> None:
+    tasks = tasks_of(fabric)
+    flow = fabric.flow("nightly")
+    started = flow.add(tasks.wait)
+    pending = flow.add(tasks.copy, started)
+    async with fabric, fabric.worker():
+        run = await flow.submit()
+
+        async def is_active() -> bool:
+            return bool((await run.run(started).status()).state == "active")
+
+        await eventually(is_active)
+        await run.cancel("closed", policy="flow_only")
+        assert (await run.status()).runs == {"active": 1, "waiting_children": 1}
+        await run.cancel("what waits", policy="cancel_pending")
+        with pytest.raises(RunCancelled, match="what waits"):
+            await run.run(pending).result(timeout=TIMEOUT)
+        assert (await run.status()).runs == {"active": 1, "cancelled": 1}
+        await run.cancel("all", policy="flow_only")
+        assert (await run.status()).runs == {"active": 1, "cancelled": 1}
+        await run.cancel("all")
+        with pytest.raises(RunCancelled, match="all"):
+            await run.run(started).result(timeout=TIMEOUT)
+        assert await run.wait(timeout=TIMEOUT) is FlowStatus.CANCELLED
+        assert (await run.status()).cancel_reason == "closed"
+
+
+async def test_a_replayed_run_of_a_cancelled_flow_can_be_cancelled_again(fabric: Fabric) -> None:
+    tasks = tasks_of(fabric)
+    flow = fabric.flow("nightly")
+    first = flow.add(tasks.copy, 1)
+    second = flow.add(tasks.copy, first)
+    async with fabric:
+        run = await flow.submit()
+        await run.cancel()
+        await run.wait(timeout=TIMEOUT)
+        for refused in (run.run(first).replay(), run.replay()):
+            with pytest.raises(StateError, match="to replay it nevertheless, set allow_cancelled_flow"):
+                await refused
+        await run.run(first).replay(allow_cancelled_flow=True)
+        assert (await run.status()).runs == {"cancelled": 1, "waiting": 1}
+        await run.cancel()
+        assert (await run.status()).runs == {"cancelled": 2}
+        assert len(await run.replay(allow_cancelled_flow=True)) == 2
+        async with fabric.worker():
+            assert await run.run(second).result(timeout=TIMEOUT) == 1
 
 
 async def test_a_cancel_of_what_is_pending_lets_running_runs_end(fabric: Fabric, eventually: Eventually) -> None:

@@ -83,7 +83,7 @@ async def build() -> None:
     await run.result(timeout=5)
     await run.cancel("not wanted", policy="cancel_pending")
     assert_type(await run.replay("repaired", by="ada"), list[Run[Any]])
-    await run.run(loaded).replay("repaired")
+    await run.run(loaded).replay("repaired", allow_cancelled_flow=True)
     assert_type(fabric.flow_run("0198c7a2-0000-7000-8000-000000000000"), FlowRun)
 
 

@@ -14,7 +14,7 @@ from flowfabric.fabric.node import Node
 from flowfabric.fabric.run import UNSERVED_SECONDS, Run, RunFabric
 from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import EngineError, NotFoundError, error
-from flowfabric.model.flow import MAX_NODES, CancellationPolicy, FlowStatus
+from flowfabric.model.flow import MAX_NODES, CancellationPolicy, FlowStatus, parse_cancellation_policy
 from flowfabric.model.ids import FlowId
 from flowfabric.model.states import ENDED_STATES, PublicState, TerminalOutcome
 from flowfabric.model.text import listed, shorten, shown
@@ -26,6 +26,8 @@ MAX_CAUSES = 10
 """How many runs the error of a flow holds."""
 LONGEST_PAUSE_SECONDS = 600.0
 """The longest pause of a wait between two checks whether any worker can run what waits."""
+_PENDING_STATES = frozenset(PublicState) - ENDED_STATES - {PublicState.ACTIVE, PublicState.SUSPENDED}
+_HAD_ENDED = frozenset({"execution_not_active", "execution_not_found"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,17 +189,37 @@ class FlowRun:
     ) -> None:
         """Cancel the flow and its runs; they end in the background, and `await flow_run.wait()` waits for that.
 
-        With the policy `cancel_pending`, runs that have started go on, and with `flow_only` all of them do.
+        With the policy `cancel_pending`, runs that have started go on, and with `flow_only` all of them do. A flow that
+        is cancelled already keeps its reason, and those of its runs that the policy covers and that have not ended are
+        cancelled. Raises StateError (`flow_already_terminal`) if the flow has completed or failed.
         """
-        if (await self._progress()).has_ended:
+        covered = parse_cancellation_policy(policy)
+        found = await self._progress()
+        if found.status is FlowStatus.CANCELLED:
+            await self._cancel_again(reason, covered)
+        elif found.has_ended:
             raise error("flow_already_terminal", f"flow {self.id} has already ended")
-        await self._fabric.engine.cancel_flow(flow_id=self._flow_id, reason=reason, cancellation_policy=policy)
+        else:
+            await self._fabric.engine.cancel_flow(flow_id=self._flow_id, reason=reason, cancellation_policy=covered)
 
-    async def replay(self, reason: str | None = None, *, by: str | None = None) -> list[Run[Any]]:
+    async def _cancel_again(self, reason: str, policy: CancellationPolicy) -> None:
+        """Cancel the runs of a cancelled flow that have not ended: replayed ones, and those spared before."""
+        if policy is CancellationPolicy.FLOW_ONLY:
+            return
+        states = _PENDING_STATES if policy is CancellationPolicy.CANCEL_PENDING else None
+        done = await self._fabric.engine.cancel_matching(flow_id=self._flow_id, public_state=states, reason=reason)
+        for code, count in done.refused.items():
+            if code not in _HAD_ENDED:
+                raise error(code, f"{count} runs of flow {self.id} could not be cancelled; repeat the call")
+
+    async def replay(
+        self, reason: str | None = None, *, by: str | None = None, allow_cancelled_flow: bool = False
+    ) -> list[Run[Any]]:
         """Run again what failed, expired or was cancelled, and what was skipped because of it; return these runs.
 
         Runs that have succeeded keep their results. Does nothing if the flow has completed. The runs are replayed one
-        by one; if one of them is refused, those before it stay replayed.
+        by one; if one of them is refused, those before it stay replayed. The runs of a cancelled flow are replayed only
+        with `allow_cancelled_flow`. Raises NotFoundError (`execution_not_found`) if retention has deleted runs.
         """
         unmet = await self._unmet(limit=MAX_NODES)
         status, deleted = (await self._progress()).status, await self._deleted()
@@ -217,7 +239,7 @@ class FlowRun:
         )
         runs = [Run[Any](self._fabric, each.execution_id, None) for each in again]
         for run in runs:
-            await run.replay(reason, by=by)
+            await run.replay(reason, by=by, allow_cancelled_flow=allow_cancelled_flow)
         return runs
 
     async def _wait(self, timeout: Duration | None) -> FlowStatus:

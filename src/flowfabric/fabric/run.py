@@ -335,14 +335,19 @@ class Run(Generic[Value]):
                 raise
             raise error(refused.code, f"{self.id} has already ended with outcome {outcome}") from None
 
-    async def replay(self, reason: str | None = None, *, by: str | None = None) -> None:
+    async def replay(
+        self, reason: str | None = None, *, by: str | None = None, allow_cancelled_flow: bool = False
+    ) -> None:
         """Run an ended run again, whatever its outcome: its next attempt begins with the same arguments and id.
 
         Its result is gone until it succeeds again. A skipped run of a flow waits for what it depends on, so replay what
-        failed first. Raises StateError (`execution_not_terminal`) if it has not ended.
+        failed first. A run of a cancelled flow is replayed only with `allow_cancelled_flow`. Raises StateError
+        (`execution_not_terminal`) if it has not ended.
         """
         try:
-            await self._fabric.engine.replay_execution(execution_id=self.id, reason=reason, requested_by=by)
+            await self._fabric.engine.replay_execution(
+                execution_id=self.id, reason=reason, requested_by=by, allow_cancelled_flow=allow_cancelled_flow
+            )
         except NotFoundError:
             raise self._not_found() from None
 
