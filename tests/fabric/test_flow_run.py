@@ -279,7 +279,7 @@ async def test_a_cancel_of_what_is_pending_lets_running_runs_end(fabric: Fabric,
 
         await eventually(is_active)
         with pytest.raises(InvalidInputError, match="cancellation_policy: expected one of"):
-            await run.cancel(policy="some")
+            await run.cancel(policy="some")  # type: ignore[arg-type]
         await run.cancel(policy="cancel_pending")
         with pytest.raises(RunCancelled):
             await run.run(b).result(timeout=TIMEOUT)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read.members import DeletedMembers, FlowProgress, Members, UnmetMember, UnmetMembers
@@ -21,6 +21,7 @@ from flowfabric.model.text import listed, shorten, shown
 from flowfabric.pauses import pauses
 
 Value = TypeVar("Value")
+PolicyWord: TypeAlias = Literal["cancel_all", "cancel_pending", "flow_only"]
 
 MAX_CAUSES = 10
 """How many runs the error of a flow holds."""
@@ -185,7 +186,7 @@ class FlowRun:
         self,
         reason: str = "cancelled by its submitter",
         *,
-        policy: CancellationPolicy | str = CancellationPolicy.CANCEL_ALL,
+        policy: CancellationPolicy | PolicyWord = CancellationPolicy.CANCEL_ALL,
     ) -> None:
         """Cancel the flow and its runs; they end in the background, and `await flow_run.wait()` waits for that.
 
