@@ -341,6 +341,20 @@ async def test_the_error_of_a_flow_cuts_long_causes(fabric: Fabric) -> None:
     assert len(str(error.value.causes[0])) > 1_000
 
 
+async def test_a_node_of_another_graph_says_so(fabric: Fabric) -> None:
+    tasks = tasks_of(fabric)
+    first = fabric.flow("nightly", id="2026-01-31")
+    first.add(tasks.copy, 1)
+    other = fabric.flow("nightly", id="2026-01-31")
+    other.add(tasks.copy, 1)
+    missing = other.add(tasks.copy, 2)
+    async with fabric:
+        await first.submit()
+        run = await other.submit()
+        with pytest.raises(NotFoundError, match="or the flow that is stored under this id has another graph"):
+            await run.run(missing).status()
+
+
 async def test_a_wait_for_a_flow_names_every_task_that_no_worker_serves(
     fabric: Fabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, eventually: Eventually
 ) -> None:

@@ -110,6 +110,9 @@ class FlowRun:
         """The runs of the nodes, in their order."""
         self.is_duplicate = is_duplicate
         """Whether the flow had been submitted before."""
+        if is_duplicate:
+            for run in runs:
+                run._absence += ", or the flow that is stored under this id has another graph"
 
     def __repr__(self) -> str:
         """Return `FlowRun(<flow id>)`."""

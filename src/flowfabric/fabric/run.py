@@ -134,6 +134,8 @@ class Run(Generic[Value]):
         """The id of the execution."""
         self.is_duplicate = is_duplicate
         """Whether an earlier submit with the same idempotency key had created the execution."""
+        self._absence = "it was not submitted to this store, or its retention is over"
+        """Why the execution may not be found."""
 
     def __repr__(self) -> str:
         """Return `Run(<execution id>)`."""
@@ -352,7 +354,7 @@ class Run(Generic[Value]):
             raise self._not_found() from None
 
     def _not_found(self) -> EngineError:
-        return error("execution_not_found", f"{self.id}: it was not submitted to this store, or its retention is over")
+        return error("execution_not_found", f"{self.id}: {self._absence}")
 
     async def _read_state_text(self) -> str:
         """Return the state for a message and how to learn more, or that the store does not answer."""
