@@ -3,7 +3,7 @@
 import asyncio
 import re
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 
@@ -353,6 +353,17 @@ async def test_a_node_of_another_graph_says_so(fabric: Fabric) -> None:
         run = await other.submit()
         with pytest.raises(NotFoundError, match="or the flow that is stored under this id has another graph"):
             await run.run(missing).status()
+
+
+async def test_ids_of_the_wrong_kind_say_what_to_use(fabric: Fabric) -> None:
+    flow = fabric.flow("nightly", id="2026-01-31")
+    with pytest.raises(InvalidInputError, match=r"must be a UUID, got '2026-01-31'; .* fabric.flow\(kind, id="):
+        fabric.flow_run("2026-01-31")
+    with pytest.raises(InvalidInputError, match=r"flow_id: must be a UUID, got 5$"):
+        fabric.flow_run(5)  # type: ignore[arg-type]
+    for given in (flow.id, UUID(flow.id)):
+        with pytest.raises(InvalidInputError, match=r"MissingTag: .* for the id of a flow use fabric.flow_run\(id\)"):
+            fabric.run(given)  # type: ignore[arg-type]
 
 
 async def test_a_wait_for_a_flow_names_every_task_that_no_worker_serves(
