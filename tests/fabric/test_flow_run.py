@@ -3,14 +3,14 @@
 import asyncio
 import re
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 
 from fixtures import Eventually, Rows
 from flowfabric import Fabric, FlowRunCancelled, FlowRunFailed, FlowStatus, RunCancelled, RunExpired, any_of
 from flowfabric.errors import EngineError, InvalidInputError, NotFoundError, StateError
-from flowfabric.fabric import flow_run, run
+from flowfabric.fabric import flow_run
 from flowfabric.outcomes import LaneState
 
 TIMEOUT = 60
@@ -201,8 +201,69 @@ async def test_a_cancelled_flow_cancels_its_runs(fabric: Fabric, eventually: Eve
             {"cancelled": 2},
             "no longer wanted",
         )
-        with pytest.raises(StateError, match=r"flow_already_terminal: flow .* has already ended"):
-            await run.cancel()
+        await run.cancel("a repeat")
+        assert (await run.status()).cancel_reason == "no longer wanted"
+
+
+async def test_a_flow_that_has_ended_otherwise_is_not_cancelled(fabric: Fabric, rows: Rows) -> None:
+    tasks = tasks_of(fabric)
+    flow = fabric.flow("nightly")
+    flow.add(tasks.copy, 1)
+    async with fabric:
+        async with fabric.worker():
+            run = await flow.submit()
+            await run.result(timeout=TIMEOUT)
+        async with rows.unchanged():
+            with pytest.raises(StateError, match=r"flow_already_terminal: flow .* has already ended"):
+                await run.cancel()
+
+
+async def test_another_cancel_covers_what_the_first_one_spared(fabric: Fabric, eventually: Eventually) -> None:
+    tasks = tasks_of(fabric)
+    flow = fabric.flow("nightly")
+    started = flow.add(tasks.wait)
+    pending = flow.add(tasks.copy, started)
+    async with fabric, fabric.worker():
+        run = await flow.submit()
+
+        async def is_active() -> bool:
+            return bool((await run.run(started).status()).state == "active")
+
+        await eventually(is_active)
+        await run.cancel("closed", policy="flow_only")
+        assert (await run.status()).runs == {"active": 1, "waiting_children": 1}
+        await run.cancel("what waits", policy="cancel_pending")
+        with pytest.raises(RunCancelled, match="what waits"):
+            await run.run(pending).result(timeout=TIMEOUT)
+        assert (await run.status()).runs == {"active": 1, "cancelled": 1}
+        await run.cancel("all", policy="flow_only")
+        assert (await run.status()).runs == {"active": 1, "cancelled": 1}
+        await run.cancel("all")
+        with pytest.raises(RunCancelled, match="all"):
+            await run.run(started).result(timeout=TIMEOUT)
+        assert await run.wait(timeout=TIMEOUT) is FlowStatus.CANCELLED
+        assert (await run.status()).cancel_reason == "closed"
+
+
+async def test_a_replayed_run_of_a_cancelled_flow_can_be_cancelled_again(fabric: Fabric) -> None:
+    tasks = tasks_of(fabric)
+    flow = fabric.flow("nightly")
+    first = flow.add(tasks.copy, 1)
+    second = flow.add(tasks.copy, first)
+    async with fabric:
+        run = await flow.submit()
+        await run.cancel()
+        await run.wait(timeout=TIMEOUT)
+        for refused in (run.run(first).replay(), run.replay()):
+            with pytest.raises(StateError, match="to replay it nevertheless, set allow_cancelled_flow"):
+                await refused
+        await run.run(first).replay(allow_cancelled_flow=True)
+        assert (await run.status()).runs == {"cancelled": 1, "waiting": 1}
+        await run.cancel()
+        assert (await run.status()).runs == {"cancelled": 2}
+        assert len(await run.replay(allow_cancelled_flow=True)) == 2
+        async with fabric.worker():
+            assert await run.run(second).result(timeout=TIMEOUT) == 1
 
 
 async def test_a_cancel_of_what_is_pending_lets_running_runs_end(fabric: Fabric, eventually: Eventually) -> None:
@@ -218,7 +279,7 @@ async def test_a_cancel_of_what_is_pending_lets_running_runs_end(fabric: Fabric,
 
         await eventually(is_active)
         with pytest.raises(InvalidInputError, match="cancellation_policy: expected one of"):
-            await run.cancel(policy="some")
+            await run.cancel(policy="some")  # type: ignore[arg-type]
         await run.cancel(policy="cancel_pending")
         with pytest.raises(RunCancelled):
             await run.run(b).result(timeout=TIMEOUT)
@@ -246,6 +307,10 @@ async def test_the_error_of_a_flow_names_causes_first_and_at_most_ten(fabric: Fa
         with pytest.raises(FlowRunFailed, match=r"20 of 20 runs did not succeed: fail .*no luck") as error:
             await failed.result(timeout=TIMEOUT)
         assert len(error.value.causes) == 10
+        for cause in error.value.causes:
+            assert cause.error_type == "ValueError"
+            assert cause.traceback is not None
+            assert "raise ValueError" in cause.traceback
         await few.run(nodes[2]).cancel("by hand")
         with pytest.raises(FlowRunFailed) as error:
             await few.result(timeout=TIMEOUT)
@@ -260,11 +325,75 @@ async def test_the_error_of_a_flow_names_causes_first_and_at_most_ten(fabric: Fa
     ]
 
 
+async def test_the_error_of_a_flow_cuts_long_causes(fabric: Fabric) -> None:
+    @fabric.task
+    async def fail() -> None:
+        raise ValueError("x" * 5_000)
+
+    flow = fabric.flow("nightly")
+    flow.add(fail)
+    async with fabric, fabric.worker():
+        run = await flow.submit()
+        with pytest.raises(FlowRunFailed) as error:
+            await run.result(timeout=TIMEOUT)
+    assert len(str(error.value)) < 350
+    assert str(error.value).endswith("xxx...")
+    assert len(str(error.value.causes[0])) > 1_000
+
+
+async def test_a_node_of_another_graph_says_so(fabric: Fabric) -> None:
+    tasks = tasks_of(fabric)
+    first = fabric.flow("nightly", id="2026-01-31")
+    first.add(tasks.copy, 1)
+    other = fabric.flow("nightly", id="2026-01-31")
+    other.add(tasks.copy, 1)
+    missing = other.add(tasks.copy, 2)
+    async with fabric:
+        await first.submit()
+        run = await other.submit()
+        with pytest.raises(NotFoundError, match="or the flow that is stored under this id has another graph"):
+            await run.run(missing).status()
+
+
+async def test_ids_of_the_wrong_kind_say_what_to_use(fabric: Fabric) -> None:
+    flow = fabric.flow("nightly", id="2026-01-31")
+    with pytest.raises(InvalidInputError, match=r"must be a UUID, got '2026-01-31'; .* fabric.flow\(kind, id="):
+        fabric.flow_run("2026-01-31")
+    with pytest.raises(InvalidInputError, match=r"flow_id: must be a UUID, got 5$"):
+        fabric.flow_run(5)  # type: ignore[arg-type]
+    for given in (flow.id, UUID(flow.id)):
+        with pytest.raises(InvalidInputError, match=r"MissingTag: .* for the id of a flow use fabric.flow_run\(id\)"):
+            fabric.run(given)  # type: ignore[arg-type]
+
+
+async def test_a_wait_for_a_flow_names_every_task_that_no_worker_serves(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, eventually: Eventually
+) -> None:
+    monkeypatch.setattr(flow_run, "UNSERVED_SECONDS", 0.05)
+    tasks = tasks_of(fabric)
+    flow = fabric.flow("nightly")
+    behind = flow.add(tasks.copy.options(lane="later"), flow.add(tasks.copy, 1))
+    second = flow.add(tasks.copy.options(lane="second"), 2)
+    flow.add(tasks.wait)
+    async with fabric, fabric.worker(lanes=["default"]):
+        submitted = await flow.submit()
+        waiting = asyncio.create_task(fabric.flow_run(flow.id).wait())
+
+        async def is_logged() -> bool:
+            return all(f"{submitted.run(node).id} has not started: " in caplog.text for node in (behind, second))
+
+        await eventually(is_logged)
+        tasks.gate.set()
+        async with fabric.worker(lanes=["later", "second"]):
+            assert await waiting is FlowStatus.COMPLETED
+    assert {each.levelname for each in caplog.records if "has not started" in each.message} == {"WARNING"}
+    assert "no live worker serves lane 'later'" in caplog.text
+
+
 async def test_a_wait_for_a_flow_that_no_worker_runs_is_logged(
     fabric: Fabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(flow_run, "UNSERVED_SECONDS", 0.05)
-    monkeypatch.setattr(run, "UNSERVED_SECONDS", 0.05)
     tasks = tasks_of(fabric)
     flow = fabric.flow("nightly")
     flow.add(tasks.copy, 5)

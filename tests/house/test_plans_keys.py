@@ -74,6 +74,7 @@ ORDERED: dict[str, set[str]] = {
     "lock_best_of_queues": {"ready_queue"},
     "list_eligible": {"ready_route"},
     "read_reasons": {"ready_route", "worker_due"},
+    "list_unserved_members": {"worker_due"},
     "promote_delayed": {"timer_due"},
     "list_delayed": {"timer_due"},
     "lock_expired": {"timer_due"},

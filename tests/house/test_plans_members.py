@@ -109,6 +109,33 @@ async def test_a_count_of_a_flow_reads_its_members(original: str, engine: Engine
         assert touched["count_executions_of_flow"] <= members
 
 
+async def test_what_is_told_of_a_flow_reads_only_its_own_members(
+    original: str, engine: Engine, touched: Touched, connection: asyncpg.Connection
+) -> None:
+    members = parts_of(engine).members
+    for flow_id, size in ((LIVE, LARGE), (ENDED, LARGE), (FEW, SMALL)):
+        touched.clear()
+        await members.list_unmet(flow_id, limit=10, with_errors=True)
+        assert touched["list_unmet_members"] <= 2 * size
+        unserved = await members.list_unserved(flow_id)
+        assert len(unserved) == (flow_id != ENDED)
+        assert touched["list_unserved_members"] <= 2 * size
+        found = await members.count_deleted(flow_id)
+        assert found is not None
+        assert (found.count, found.final_count, found.of) == (0, 0, size)
+        assert touched["count_deleted_members"] <= 2 * size + 10
+        assert touched.of("count_deleted_members", "edge") == 0
+    while await engine.trim_retention(retention_ms=0):
+        pass
+    await connection.execute(VACUUM)
+    touched.clear()
+    found = await members.count_deleted(ENDED)
+    assert found is not None
+    assert (found.count, found.final_count, found.of) == (LARGE, LARGE - 1, LARGE)
+    # The edges, and the member that they leave.
+    assert touched["count_deleted_members"] <= 2 * LARGE + 10
+
+
 async def test_retention_reads_flows_for_members_only(
     original: str, engine: Engine, touched: Touched, clock: Clock, connection: asyncpg.Connection
 ) -> None:

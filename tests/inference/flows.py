@@ -19,6 +19,7 @@ from flowfabric import (
     any_of,
     quorum,
 )
+from flowfabric.flows import CancellationPolicy
 
 fabric = Fabric()
 
@@ -82,8 +83,9 @@ async def build() -> None:
     assert_type(await run.status(), FlowRunStatus)
     await run.result(timeout=5)
     await run.cancel("not wanted", policy="cancel_pending")
+    await run.cancel(policy=CancellationPolicy.FLOW_ONLY)
     assert_type(await run.replay("repaired", by="ada"), list[Run[Any]])
-    await run.run(loaded).replay("repaired")
+    await run.run(loaded).replay("repaired", allow_cancelled_flow=True)
     assert_type(fabric.flow_run("0198c7a2-0000-7000-8000-000000000000"), FlowRun)
 
 
@@ -109,5 +111,6 @@ async def refused(flow: Flow, run: FlowRun) -> None:
     fabric.flow()  # type: ignore[call-arg]  # pyright: ignore
     fabric.flow("nightly", tags={"app.team": 5})  # type: ignore[dict-item]  # pyright: ignore
     text: str = await run.run(part).result()  # type: ignore[assignment]  # pyright: ignore
+    await run.cancel(policy="nope")  # type: ignore[arg-type]  # pyright: ignore
     number: int = rows  # type: ignore[assignment]  # pyright: ignore
     print(text, number)

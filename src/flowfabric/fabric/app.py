@@ -16,7 +16,7 @@ from flowfabric.fabric.flow_run import FlowRun
 from flowfabric.fabric.run import Run
 from flowfabric.fabric.task import Called, Params, Returned, Task, TaskDecorator
 from flowfabric.loops import check_loop, running_loop
-from flowfabric.model.errors import EngineError, error, reason_of
+from flowfabric.model.errors import EngineError, InvalidInputError, error, reason_of
 from flowfabric.model.ids import FlowId, check_lane_id, parse_execution_id, parse_uuid
 from flowfabric.model.text import check_options, check_short, shown
 from flowfabric.settings import Settings
@@ -81,6 +81,7 @@ class Fabric:
         """The event loop in which the fabric was connected."""
         self._open = AsyncExitStack()
         self._unserved_again_at = 0.0
+        self._unserved_queues: dict[int, float] = {}
 
     @property
     def task(self) -> TaskDecorator:
@@ -122,7 +123,12 @@ class Fabric:
         The result is decoded with the task of that execution if this fabric has it, else as plain JSON. Use
         `task.run(id)` for a result with a static type.
         """
-        return Run(self, parse_execution_id(execution_id), None)
+        try:
+            return Run(self, parse_execution_id(execution_id), None)
+        except InvalidInputError as refused:
+            if not _is_uuid(execution_id):
+                raise
+            raise error(refused.code, f"{refused.detail}; for the id of a flow use fabric.flow_run(id)") from None
 
     def flow(self, kind: str, *, id: UUID | str | None = None, tags: Mapping[str, str] | None = None) -> Flow:
         """Return a new flow to add tasks to: `flow = fabric.flow("nightly")`, then `await flow.submit()`.
@@ -135,7 +141,13 @@ class Fabric:
 
     def flow_run(self, flow_id: UUID | str) -> FlowRun:
         """Return the run of a submitted flow by its id, whichever process submitted it."""
-        return FlowRun(self, FlowId(parse_uuid(flow_id, "flow_id")))
+        try:
+            return FlowRun(self, FlowId(parse_uuid(flow_id, "flow_id")))
+        except InvalidInputError as refused:
+            if not isinstance(flow_id, str):
+                raise
+            hint = f"if that is the text of a flow, use fabric.flow(kind, id={shown(flow_id)}).id"
+            raise error(refused.code, f"{refused.detail}; {hint}") from None
 
     def _add(self, task: Task[Called, Params, Returned]) -> Task[Called, Params, Returned]:
         """Add a task to those that the workers of this fabric run."""
@@ -212,6 +224,14 @@ class Fabric:
         except (EngineError, TypeError, ValueError) as wrong:
             text = reason_of(wrong) if isinstance(wrong, EngineError) else str(wrong)
             raise StartError(text, exit_code=MISUSED) from wrong
+
+
+def _is_uuid(value: object) -> bool:
+    try:
+        parse_uuid(value, "id")
+    except InvalidInputError:
+        return False
+    return True
 
 
 def _place_of(task: Task[Any, Any, Any]) -> str:

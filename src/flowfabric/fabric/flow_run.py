@@ -1,27 +1,34 @@
 """The runs of flows: handles of submitted flows, to watch, await and cancel from any process."""
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from flowfabric.engine.parts import parts_of
-from flowfabric.engine.read.members import FlowProgress, UnmetMember, UnmetMembers
+from flowfabric.engine.read.members import DeletedMembers, FlowProgress, Members, UnmetMember, UnmetMembers
 from flowfabric.fabric.errors import RUN_ERRORS, RunError
 from flowfabric.fabric.node import Node
 from flowfabric.fabric.run import UNSERVED_SECONDS, Run, RunFabric
 from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import EngineError, NotFoundError, error
-from flowfabric.model.flow import MAX_NODES, CancellationPolicy, FlowStatus
+from flowfabric.model.flow import MAX_NODES, CancellationPolicy, FlowStatus, parse_cancellation_policy
 from flowfabric.model.ids import FlowId
 from flowfabric.model.states import ENDED_STATES, PublicState, TerminalOutcome
-from flowfabric.model.text import listed, shown
+from flowfabric.model.text import listed, shorten, shown
+from flowfabric.pauses import pauses
 
 Value = TypeVar("Value")
+PolicyWord: TypeAlias = Literal["cancel_all", "cancel_pending", "flow_only"]
 
 MAX_CAUSES = 10
 """How many runs the error of a flow holds."""
+LONGEST_PAUSE_SECONDS = 600.0
+"""The longest pause of a wait between two checks whether any worker can run what waits."""
+_PENDING_STATES = frozenset(PublicState) - ENDED_STATES - {PublicState.ACTIVE, PublicState.SUSPENDED}
+_HAD_ENDED = frozenset({"execution_not_active", "execution_not_found"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +75,8 @@ class FlowRunFailed(FlowRunError):
     """A flow has ended, and a final run, which no other run waits for, has not succeeded."""
 
     def __str__(self) -> str:
-        """Return `flow <id> failed: <how many runs>: <task> <error>; ...`."""
-        named = [f"{task} {cause}" for task, cause in zip(self._tasks, self.causes, strict=True)]
+        """Return `flow <id> failed: <how many runs>: <task> <error>; ...`, with long errors cut."""
+        named = [shorten(f"{task} {cause}") for task, cause in zip(self._tasks, self.causes, strict=True)]
         return f"flow {self.flow_id} failed: {self.reason}" + (f": {'; '.join(named)}" if named else "")
 
 
@@ -103,6 +110,9 @@ class FlowRun:
         """The runs of the nodes, in their order."""
         self.is_duplicate = is_duplicate
         """Whether the flow had been submitted before."""
+        if is_duplicate:
+            for run in runs:
+                run._absence += ", or the flow that is stored under this id has another graph"
 
     def __repr__(self) -> str:
         """Return `FlowRun(<flow id>)`."""
@@ -139,7 +149,7 @@ class FlowRun:
         """Return all runs of the flow: in the order of the nodes, or by their ids if the flow was found by its id."""
         if self._runs:
             return list(self._runs)
-        members = await parts_of(self._fabric.engine).members.list_members(self._flow_id)
+        members = await self._members.list_members(self._flow_id)
         if not members and await self._read_progress() is None:
             raise self._not_found()
         return [Run(self._fabric, execution_id, None) for execution_id in members]
@@ -172,37 +182,59 @@ class FlowRun:
         ended = await self._wait(timeout)
         if ended is FlowStatus.CANCELLED:
             raise FlowRunCancelled(self.id, (await self._progress()).cancel_reason)
-        if ended is FlowStatus.COMPLETED:
-            return
-        unmet = await self._unmet()
-        if unmet.final_count:
-            raise self._failure(await self._progress(), unmet)
+        if (failure := await self._failure(ended, with_errors=True)) is not None:
+            raise failure
 
     async def cancel(
         self,
         reason: str = "cancelled by its submitter",
         *,
-        policy: CancellationPolicy | str = CancellationPolicy.CANCEL_ALL,
+        policy: CancellationPolicy | PolicyWord = CancellationPolicy.CANCEL_ALL,
     ) -> None:
         """Cancel the flow and its runs; they end in the background, and `await flow_run.wait()` waits for that.
 
-        With the policy `cancel_pending`, runs that have started go on, and with `flow_only` all of them do.
+        With the policy `cancel_pending`, runs that have started go on, and with `flow_only` all of them do. A flow that
+        is cancelled already keeps its reason, and those of its runs that the policy covers and that have not ended are
+        cancelled. Raises StateError (`flow_already_terminal`) if the flow has completed or failed.
         """
-        if (await self._progress()).has_ended:
+        covered = parse_cancellation_policy(policy)
+        found = await self._progress()
+        if found.status is FlowStatus.CANCELLED:
+            await self._cancel_again(reason, covered)
+        elif found.has_ended:
             raise error("flow_already_terminal", f"flow {self.id} has already ended")
-        await self._fabric.engine.cancel_flow(flow_id=self._flow_id, reason=reason, cancellation_policy=policy)
+        else:
+            await self._fabric.engine.cancel_flow(flow_id=self._flow_id, reason=reason, cancellation_policy=covered)
 
-    async def replay(self, reason: str | None = None, *, by: str | None = None) -> list[Run[Any]]:
+    async def _cancel_again(self, reason: str, policy: CancellationPolicy) -> None:
+        """Cancel the runs of a cancelled flow that have not ended: replayed ones, and those spared before."""
+        if policy is CancellationPolicy.FLOW_ONLY:
+            return
+        states = _PENDING_STATES if policy is CancellationPolicy.CANCEL_PENDING else None
+        done = await self._fabric.engine.cancel_matching(flow_id=self._flow_id, public_state=states, reason=reason)
+        for code, count in done.refused.items():
+            if code not in _HAD_ENDED:
+                raise error(code, f"{count} runs of flow {self.id} could not be cancelled; repeat the call")
+
+    async def replay(
+        self, reason: str | None = None, *, by: str | None = None, allow_cancelled_flow: bool = False
+    ) -> list[Run[Any]]:
         """Run again what failed, expired or was cancelled, and what was skipped because of it; return these runs.
 
         Runs that have succeeded keep their results. Does nothing if the flow has completed. The runs are replayed one
-        by one; if one of them is refused, those before it stay replayed.
+        by one; if one of them is refused, those before it stay replayed. The runs of a cancelled flow are replayed only
+        with `allow_cancelled_flow`. Raises NotFoundError (`execution_not_found`) if retention has deleted runs.
         """
         unmet = await self._unmet(limit=MAX_NODES)
-        if unmet.final_count == 0:
-            if await self._read_progress() is None:
-                raise self._not_found()
+        status, deleted = (await self._progress()).status, await self._deleted()
+        if not unmet.final_count and (status is FlowStatus.COMPLETED or not deleted.final_count):
             return []
+        if deleted.count:
+            raise error(
+                "execution_not_found",
+                f"flow {self.id} cannot be replayed: {_deleted_text(deleted)}; submit it again, or replay single runs "
+                "with run.replay()",
+            )
         order = {run.id: nth for nth, run in enumerate(self._runs)}
         # What failed first, so that nothing that was skipped finds an upstream run that has ended.
         again = sorted(
@@ -211,43 +243,77 @@ class FlowRun:
         )
         runs = [Run[Any](self._fabric, each.execution_id, None) for each in again]
         for run in runs:
-            await run.replay(reason, by=by)
+            await run.replay(reason, by=by, allow_cancelled_flow=allow_cancelled_flow)
         return runs
 
     async def _wait(self, timeout: Duration | None) -> FlowStatus:
         seconds = None if timeout is None else milliseconds(timeout, "timeout") / 1000
-        began = time.monotonic()
-        wait_for_flow = self._fabric.engine.wait_for_flow
-        try:
-            first = UNSERVED_SECONDS if seconds is None else min(seconds, UNSERVED_SECONDS)
-            ended = await wait_for_flow(self._flow_id, timeout_ms=round(first * 1000))
-            if ended is None and first == UNSERVED_SECONDS:
-                await self._warn_if_unserved()
-                left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
-                ended = await wait_for_flow(self._flow_id, timeout_ms=None if left is None else round(left * 1000))
-        except NotFoundError:
-            raise self._not_found() from None
-        if ended is None:
-            raise TimeoutError(f"flow {self.id} has not ended within {seconds:g} s{await self._counts_text()}")
-        return ended.status
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for pause in pauses(UNSERVED_SECONDS, LONGEST_PAUSE_SECONDS):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            is_last = left is not None and left <= pause
+            try:
+                ended = await self._fabric.engine.wait_for_flow(
+                    self._flow_id, timeout_ms=round((left if left is not None and is_last else pause) * 1000)
+                )
+            except NotFoundError:
+                raise self._not_found() from None
+            if ended is not None:
+                return ended.status
+            if is_last:
+                break
+            await self._warn_if_unserved()
+        raise TimeoutError(f"flow {self.id} has not ended within {seconds:g} s{await self._counts_text()}")
 
     async def _warn_if_unserved(self) -> None:
-        """Log a warning if no worker can run the first run of the flow that waits for no other."""
-        first = next((run for node, run in zip(self._nodes, self._runs, strict=True) if not node._upstreams), None)
-        if first is not None:
-            await first._warn_if_unserved()
+        """Log a warning for each queue in which runs of the flow wait, if no worker can run them."""
+        with contextlib.suppress(EngineError):
+            for member in await self._members.list_unserved(self._flow_id):
+                # One of many waiting callers is enough.
+                if time.monotonic() >= self._fabric._unserved_queues.get(member.queue_no, 0.0):
+                    self._fabric._unserved_queues[member.queue_no] = time.monotonic() + UNSERVED_SECONDS
+                    await Run[Any](self._fabric, member.execution_id, None)._log_if_unserved()
 
     async def _ended_state(self, status: FlowStatus) -> FlowStatus:
-        """Return how a flow has ended; to the engine it has failed if any run has."""
-        if status is FlowStatus.FAILED and not (await self._unmet()).final_count:
-            return FlowStatus.COMPLETED
-        return status
+        """Return how a flow has ended, by its final runs; to the engine it has failed if any run has."""
+        if status not in (FlowStatus.COMPLETED, FlowStatus.FAILED):
+            return status
+        return FlowStatus.COMPLETED if await self._failure(status) is None else FlowStatus.FAILED
 
-    async def _unmet(self, *, limit: int = MAX_CAUSES) -> UnmetMembers:
-        return await parts_of(self._fabric.engine).members.list_unmet(self._flow_id, limit=limit)
+    async def _failure(self, status: FlowStatus, *, with_errors: bool = False) -> FlowRunFailed | None:
+        """Return the error of a flow that has ended with this status of the engine, or None if it completed.
+
+        Of runs that retention has deleted, only the status tells whether all of them succeeded.
+        """
+        unmet = await self._unmet(with_errors=with_errors)
+        if status is FlowStatus.COMPLETED and not unmet.final_count:
+            return None
+        deleted = await self._deleted()
+        if not unmet.final_count and not deleted.final_count:
+            return None
+        reason = f"{unmet.count} of {deleted.of} runs did not succeed"
+        if not unmet.final_count:
+            reason = f"a run did not succeed, and whether the final runs did is not known: {_deleted_text(deleted)}"
+        elif deleted.count:
+            reason += f", and {_deleted_text(deleted)}"
+        causes = [(each.execution_kind, _error_of(each)) for each in unmet.first if each.is_cause]
+        return FlowRunFailed(self.id, reason, causes)
+
+    @property
+    def _members(self) -> Members:
+        return parts_of(self._fabric.engine).members
+
+    async def _unmet(self, *, limit: int = MAX_CAUSES, with_errors: bool = False) -> UnmetMembers:
+        return await self._members.list_unmet(self._flow_id, limit=limit, with_errors=with_errors)
+
+    async def _deleted(self) -> DeletedMembers:
+        found = await self._members.count_deleted(self._flow_id)
+        if found is None:
+            raise self._not_found()
+        return found
 
     async def _read_progress(self) -> FlowProgress | None:
-        return await parts_of(self._fabric.engine).members.read_progress(self._flow_id)
+        return await self._members.read_progress(self._flow_id)
 
     async def _progress(self) -> FlowProgress:
         found = await self._read_progress()
@@ -263,14 +329,15 @@ class FlowRun:
         counts = [f"{count} {state.value.replace('_', ' ')}" for state, count in found.members.items()]
         return f": its runs are {listed(counts)}"
 
-    def _failure(self, progress: FlowProgress, unmet: UnmetMembers) -> FlowRunFailed:
-        causes = [(each.execution_kind, _error_of(each)) for each in unmet.first if each.is_cause]
-        total = sum(progress.members.values())
-        return FlowRunFailed(self.id, f"{unmet.count} of {total} runs did not succeed", causes)
-
     def _not_found(self) -> EngineError:
         return error("flow_not_found", f"{self.id}: it was not submitted to this store, or its retention is over")
 
 
 def _error_of(member: UnmetMember) -> RunError:
-    return RUN_ERRORS[member.outcome](member.execution_id, member.reason)
+    return RUN_ERRORS[member.outcome](
+        member.execution_id, member.reason, error_type=member.error_type, traceback=member.traceback
+    )
+
+
+def _deleted_text(deleted: DeletedMembers) -> str:
+    return f"retention has deleted {deleted.count} of its {deleted.of} runs"

@@ -99,6 +99,8 @@ class RunFabric(Protocol):
 
     _unserved_again_at: float
     """When, by the monotonic clock, a waiting caller checks again whether any worker can run its execution."""
+    _unserved_queues: dict[int, float]
+    """When, by the monotonic clock, a wait for a flow warns again about a queue that no worker serves."""
 
     @property
     def engine(self) -> Engine: ...
@@ -132,6 +134,8 @@ class Run(Generic[Value]):
         """The id of the execution."""
         self.is_duplicate = is_duplicate
         """Whether an earlier submit with the same idempotency key had created the execution."""
+        self._absence = "it was not submitted to this store, or its retention is over"
+        """Why the execution may not be found."""
 
     def __repr__(self) -> str:
         """Return `Run(<execution id>)`."""
@@ -229,6 +233,9 @@ class Run(Generic[Value]):
         if time.monotonic() < self._fabric._unserved_again_at:
             return
         self._fabric._unserved_again_at = time.monotonic() + UNSERVED_SECONDS
+        await self._log_if_unserved()
+
+    async def _log_if_unserved(self) -> None:
         with contextlib.suppress(EngineError):
             explanation = await self._fabric.engine.explain(self.id)
             if any(isinstance(each, NoWorkerReason | NoCapableWorkerReason) for each in explanation.reasons):
@@ -330,19 +337,24 @@ class Run(Generic[Value]):
                 raise
             raise error(refused.code, f"{self.id} has already ended with outcome {outcome}") from None
 
-    async def replay(self, reason: str | None = None, *, by: str | None = None) -> None:
+    async def replay(
+        self, reason: str | None = None, *, by: str | None = None, allow_cancelled_flow: bool = False
+    ) -> None:
         """Run an ended run again, whatever its outcome: its next attempt begins with the same arguments and id.
 
         Its result is gone until it succeeds again. A skipped run of a flow waits for what it depends on, so replay what
-        failed first. Raises StateError (`execution_not_terminal`) if it has not ended.
+        failed first. A run of a cancelled flow is replayed only with `allow_cancelled_flow`. Raises StateError
+        (`execution_not_terminal`) if it has not ended.
         """
         try:
-            await self._fabric.engine.replay_execution(execution_id=self.id, reason=reason, requested_by=by)
+            await self._fabric.engine.replay_execution(
+                execution_id=self.id, reason=reason, requested_by=by, allow_cancelled_flow=allow_cancelled_flow
+            )
         except NotFoundError:
             raise self._not_found() from None
 
     def _not_found(self) -> EngineError:
-        return error("execution_not_found", f"{self.id}: it was not submitted to this store, or its retention is over")
+        return error("execution_not_found", f"{self.id}: {self._absence}")
 
     async def _read_state_text(self) -> str:
         """Return the state for a message and how to learn more, or that the store does not answer."""

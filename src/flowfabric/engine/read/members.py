@@ -1,4 +1,4 @@
-"""The members of a flow: how many are in which state, which there are, and which ended without success."""
+"""The members of a flow: their states, and which ended without success, were deleted, or have no worker."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ SQL = statements_beside(__file__)
 
 PAGE = 5_000
 """How many members one statement lists."""
+MAX_UNSERVED = 10
+"""How many members that no worker serves are listed."""
 _FIRST = UUID(int=0)
 
 _read_counts = msgspec.json.Decoder(dict[str, int]).decode
@@ -45,6 +47,9 @@ class UnmetMember:
     reason: str | None
     is_cause: bool
     """Whether it failed, expired or was cancelled by itself, not because of another member."""
+    error_type: str | None
+    """The class of the exception that its last attempt failed with, if it was asked for."""
+    traceback: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +61,26 @@ class UnmetMembers:
     count: int
     final_count: int
     """How many of them no edge leaves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeletedMembers:
+    """The members that retention has deleted."""
+
+    count: int
+    final_count: int
+    """How many of them no edge leaves."""
+    of: int
+    """How many members the flow has had."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnservedMember:
+    """A claimable member that no live worker serves."""
+
+    execution_id: ExecutionId
+    queue_no: int
+    """Its queue: the same workers serve everything in it."""
 
 
 class Members:
@@ -98,16 +123,19 @@ class Members:
                 return found
             after = rows[-1]["execution_id"]
 
-    async def list_unmet(self, flow_id: FlowId, *, limit: int) -> UnmetMembers:
-        """The members of a flow that ended without success."""
+    async def list_unmet(self, flow_id: FlowId, *, limit: int, with_errors: bool = False) -> UnmetMembers:
+        """The members of a flow that ended without success, with the errors of those that failed if asked for."""
         partition, parsed = check_flow_id(self._store, flow_id)
-        rows = await self._store.fetch(SQL.list_unmet_members, partition_key=partition, flow_id=parsed, limit=limit)
+        rows = await self._store.fetch(
+            SQL.list_unmet_members, partition_key=partition, flow_id=parsed, limit=limit, with_errors=with_errors
+        )
         if not rows:
             return UnmetMembers(first=(), count=0, final_count=0)
         first = []
         for row in rows:
             execution_id = format_execution_id(partition, row["execution_id"])
             kind = required(row["execution_kind"], context=f"member {execution_id}", field="execution_kind")
+            error_type, traceback = row["error"] or (None, None)
             first.append(
                 UnmetMember(
                     execution_id=execution_id,
@@ -115,6 +143,26 @@ class Members:
                     outcome=TerminalOutcome(row["terminal_outcome"]),
                     reason=row["reason"],
                     is_cause=row["is_cause"],
+                    error_type=error_type,
+                    traceback=traceback,
                 )
             )
         return UnmetMembers(first=first, count=rows[0]["unmet"], final_count=rows[0]["unmet_final"])
+
+    async def count_deleted(self, flow_id: FlowId) -> DeletedMembers | None:
+        """Count the members of a flow that retention has deleted; None if the flow does not exist."""
+        partition, parsed = check_flow_id(self._store, flow_id)
+        rows = await self._store.fetch(SQL.count_deleted_members, partition_key=partition, flow_id=parsed)
+        if not rows:
+            return None
+        row = rows[0]
+        return DeletedMembers(count=row["deleted"], final_count=row["deleted_final"], of=row["node_count"])
+
+    async def list_unserved(self, flow_id: FlowId) -> list[UnservedMember]:
+        """Claimable members of a flow that no live worker serves: one for each queue."""
+        partition, parsed = check_flow_id(self._store, flow_id)
+        rows = await self._store.fetch(SQL.list_unserved_members, flow_id=parsed, limit=MAX_UNSERVED)
+        return [
+            UnservedMember(execution_id=format_execution_id(partition, row["execution_id"]), queue_no=row["queue_no"])
+            for row in rows
+        ]

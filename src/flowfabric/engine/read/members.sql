@@ -19,9 +19,9 @@ select m.execution_id
 -- name: list_unmet_members
 -- The members of a flow that ended without success: first those that failed, then expired and cancelled ones, and those that only
 -- followed from others, which were skipped or cancelled as siblings. Each row has the number of all of them, and of the final ones, which no
--- edge leaves.
+-- edge leaves, and with :with_errors the class and the traceback of the exception that the member failed with.
 with unmet as materialized (
-  select e.partition_key, e.execution_id, e.queue_no, e.terminal_outcome, e.failure_reason, e.cancellation_reason,
+  select e.partition_key, e.execution_id, e.queue_no, e.terminal_outcome, e.failure_reason, e.cancellation_reason, e.attempt_count,
          case e.terminal_outcome
            when 'failed' then 1 when 'expired' then 2
            when 'cancelled' then case when e.cancellation_reason like 'sibling\_quorum\_%' then 5 else 3 end
@@ -33,9 +33,56 @@ with unmet as materialized (
    where e.flow_id = :flow_id and e.partition_key = :partition_key and e.terminal_outcome in ('failed', 'expired', 'cancelled', 'skipped')
 )
 select u.execution_id, k.execution_kind, u.terminal_outcome::text as terminal_outcome, u.rank <= 3 as is_cause,
-       coalesce(u.failure_reason, u.cancellation_reason) as reason, u.unmet, u.unmet_final
+       coalesce(u.failure_reason, u.cancellation_reason) as reason, u.unmet, u.unmet_final,
+       case when :with_errors::bool and u.terminal_outcome = 'failed' then (
+         select array[a.error_type, a.traceback] from attempt a
+          where a.partition_key = u.partition_key and a.execution_id = u.execution_id and a.attempt_index = u.attempt_count - 1) end as error
   from (select u.*, count(*) over () as unmet, count(*) filter (where u.is_final) over () as unmet_final
           from unmet u order by u.rank, u.execution_id limit :limit) u
   left join queue q on q.queue_no = u.queue_no
   left join kind k on k.kind_no = q.kind_no
  order by u.rank, u.execution_id;
+
+-- name: count_deleted_members
+-- How many members a flow has had, how many of them retention has deleted, and how many of these no edge leaves. The edges of a deleted
+-- member stay until the flow is deleted; they are read only if a member was deleted. Without the offset, the planner could read the edges
+-- of all flows in the order of the index on their upstreams.
+select f.node_count, f.node_count - m.stored as deleted,
+       case when f.node_count > m.stored then f.node_count - m.stored - (
+         select count(*)::int
+           from (select distinct x.upstream_id
+                   from (select x.upstream_id from edge x
+                          where x.partition_key = f.partition_key and x.flow_id = f.flow_id offset 0) x) x
+           left join lateral (
+                select true as is_stored from execution e
+                 where e.partition_key = any(array[f.partition_key]) and e.execution_id = x.upstream_id limit 1) e on true
+          where e.is_stored is null) else 0 end as deleted_final
+  from flow f
+ cross join lateral (select count(*)::int as stored from execution e where e.flow_id = f.flow_id) m
+ where f.partition_key = :partition_key and f.flow_id = :flow_id;
+
+-- name: list_unserved_members
+-- Claimable members of a flow that no live worker serves: one for each queue, as the same workers serve everything in it.
+with clock as materialized (select ff_now() as now),
+waiting as materialized (
+  select distinct on (e.queue_no) e.queue_no, e.execution_id
+    from execution e
+   where e.flow_id = :flow_id and e.lifecycle_phase = 'runnable' and e.eligibility_state = 'eligible_now'
+   order by e.queue_no, e.execution_id
+),
+live as materialized (
+  select r.lanes, r.namespace, r.serves_all_namespaces, r.kinds, r.capabilities from worker r cross join clock c where r.lapses_at > c.now
+)
+select w.execution_id, w.queue_no
+  from waiting w
+  join queue q on q.queue_no = w.queue_no
+  join kind k on k.kind_no = q.kind_no
+  join lane l on l.lane_no = q.lane_no
+  join namespace n on n.namespace_no = q.namespace_no
+  join route t on t.route_no = q.route_no
+  join capability_set s on s.capability_set_no = t.capability_set_no
+ where not exists (
+       select from live r
+        where l.lane_id = any(r.lanes) and (r.serves_all_namespaces or r.namespace = n.namespace)
+          and (r.kinds is null or k.execution_kind = any(r.kinds)) and r.capabilities @> coalesce(s.required, '{}'))
+ order by w.execution_id limit :limit;
