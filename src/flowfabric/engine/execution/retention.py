@@ -45,7 +45,7 @@ class Retention:
 
         The frames of an execution with more than FRAME_LIMIT or BYTE_LIMIT, and of one that cannot be deleted in time,
         are deleted by the sweep of streams before. A member of a flow that is not settled is looked at again after
-        RECHECK_MS.
+        RECHECK_MS, and one of a flow that is, when its retention after the end of the flow is over.
         """
         size, was_reduced = self._size, self._size.is_reduced
         watermark = self._store.retained_watermark
@@ -63,6 +63,7 @@ class Retention:
                 limit=limit,
                 frames=FRAME_LIMIT,
                 bytes=BYTE_LIMIT,
+                retention_ms=self._store.rules.retention_ms,
                 recheck_ms=RECHECK_MS,
             )
             trimmed += row["trimmed"]
@@ -105,9 +106,9 @@ class Retention:
     ) -> int:
         """Delete up to `batch_size` executions that ended at least `retention_ms` ago; return how many were deleted.
 
-        An execution with a retention of its own is deleted after that instead, and a member of a flow only when the
-        flow is settled. One that cannot be deleted is logged, and skipped for a while. Call it again while it returns
-        `batch_size`.
+        An execution with a retention of its own is deleted after that instead. For a member of a flow the time counts
+        from the end of the flow. One that cannot be deleted is logged, and skipped for a while. Call it again while it
+        returns `batch_size`.
         """
         check_range(retention_ms, "retention_ms", 0, MAX_RETENTION_MS)
         check_range(batch_size, "batch_size", 1, MAX_BATCH)
@@ -133,7 +134,7 @@ class Retention:
                     tag_value=None if filter is None or filter.instance_tag is None else filter.instance_tag[1],
                     limit=wanted,
                 )
-                trimmed += await self._trim_found(found, since)
+                trimmed += await self._trim_found(found, since, retention_ms)
                 # Those that could not be deleted, because they are locked, for example, are not tried again.
                 tried += (row["execution_id"] for row in found)
                 if len(found) < wanted or len(tried) > MAX_SKIPPED:
@@ -141,7 +142,7 @@ class Retention:
                     break
         return trimmed
 
-    async def _trim_found(self, found: Sequence[Record], since: int) -> int:
+    async def _trim_found(self, found: Sequence[Record], since: int, retention_ms: int) -> int:
         """Delete executions that `list_trimmable` has found, except those that fail; return how many."""
         if not found:
             return 0
@@ -157,6 +158,7 @@ class Retention:
                 limit=10 * TRIM_LIMIT,
                 frames=FRAME_LIMIT,
                 bytes=BYTE_LIMIT,
+                retention_ms=retention_ms,
                 recheck_ms=RECHECK_MS,
             )
             trimmed: int = row["trimmed"]
