@@ -3,7 +3,6 @@
 -- retention of h after the end of the flow is over. The offsets keep the planner from joining whole tables.
 f.live_count <= 0 and f.ended_at + h.retention_ms <= (select now from clock)
 and not exists (select from cancel_backlog o where o.partition_key = f.partition_key and o.flow_id = f.flow_id offset 0)
-and not exists (select from cancel_backlog_member o where o.partition_key = f.partition_key and o.flow_id = f.flow_id offset 0)
 and not exists (select from pending_cancel_group o where o.partition_key = f.partition_key and o.flow_id = f.flow_id offset 0)
 
 -- name: take_retained

@@ -16,6 +16,7 @@ spent as materialized (
     from due d
    where d.live_count <= 0 and d.changed_at + :retention_ms::bigint <= d.now
      and not exists (select from execution e where e.flow_id = d.flow_id offset 0)
+     and not exists (select from cascade_entry o where o.partition_key = d.partition_key and o.flow_id = d.flow_id offset 0)
      and not exists (select from cancel_backlog o where o.partition_key = d.partition_key and o.flow_id = d.flow_id offset 0)
      and not exists (select from pending_cancel_group o where o.partition_key = d.partition_key and o.flow_id = d.flow_id offset 0)
 ),
