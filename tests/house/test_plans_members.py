@@ -16,7 +16,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import RECHECK_MS, TRIM_LIMIT
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.flow import FlowEdge, FlowNode, FlowSubmitted
-from flowfabric.model.ids import FlowId
+from flowfabric.model.ids import FlowId, format_execution_id
 from house.filled import STATISTICS, copied, filled
 from house.touched import VACUUM, Touched, touched
 
@@ -171,7 +171,30 @@ async def test_retention_reads_flows_for_members_only(
     await clock.advance(ms=RECHECK_MS + 1)
     touched.clear()
     assert (await parts_of(engine).retention.trim_batch()).done == 0
-    assert touched.of("take_retained", "flow") >= TRIM_LIMIT // 2
+    assert touched.of("take_retained", "execution") >= TRIM_LIMIT // 2
+
+
+async def test_a_replay_finds_the_entry_of_a_held_member_by_its_time(
+    original: str, engine: Engine, touched: Touched, clock: Clock, connection: asyncpg.Connection
+) -> None:
+    await clock.stop()
+    # As if the last member had ended two days later.
+    await connection.execute("update flow set ended_at = ended_at + $1 where flow_id = $2", 2 * DAY, ENDED)
+    await clock.advance(ms=2 * DAY)
+    while (await parts_of(engine).retention.trim_batch()).is_full:
+        pass
+    members = await connection.fetch("select partition_key, execution_id from execution where flow_id = $1", ENDED)
+    assert len(members) == LARGE
+    await connection.execute(VACUUM)
+    touched.clear()
+    for member in members[:2]:
+        await engine.replay_execution(execution_id=format_execution_id(*member))
+    assert "lock_end_anywhere" not in touched.calls
+    assert touched.of("lock_end", "retained") <= 4 * await connection.fetchval(
+        "select count(*) from retained where retain_until = (select ended_at + $1 from flow where flow_id = $2)",
+        DAY,
+        ENDED,
+    )
 
 
 async def test_trim_retention_reads_what_it_deletes(

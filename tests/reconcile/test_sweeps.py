@@ -258,7 +258,7 @@ async def test_a_trim_locks_only_the_batches_it_deletes(
     await clock.advance(seconds=DAY + 1)
     async with connection.transaction():
         values: dict[str, object] = {"since": 0, "until": None, "only": None, "skipped": [], "limit": 6}
-        values |= {"frames": 1, "bytes": 1, "recheck_ms": 1}
+        values |= {"frames": 1, "bytes": 1, "retention_ms": 1, "recheck_ms": 1}
         (row,) = await connection.fetch(SQL.take_retained.sql, *SQL.take_retained.arguments(values))
         assert (row["trimmed"], (await parts_of(engine).retention.trim_batch()).done) == (10, 20)
     assert await rows.of("retained") == await rows.of("execution") == []

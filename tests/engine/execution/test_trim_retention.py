@@ -6,12 +6,18 @@ import asyncpg
 import pytest
 
 from engine.flows import flow_of, settle
+from engine.sending import Waiting
 from engine.state import refused
+from engine.waits import suspend_args, suspend_run
 from fixtures import Clock, Given, Rows, uuid_of
+from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution import retention
 from flowfabric.engine.parts import parts_of
 from flowfabric.feeds import ScannerFilter
+from flowfabric.model.errors import TransportError
+from flowfabric.model.ids import ExecutionId
+from flowfabric.model.stream import DurableSummary, Frame
 
 HOUR = 3_600_000
 DAY = 24 * HOUR
@@ -114,10 +120,7 @@ async def test_the_oldest_executions_are_deleted_first_and_no_more_than_a_batch(
 async def test_a_batch_ends_within_an_entry_of_executions_that_ended_together(
     engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
-    for _ in range(7):
-        await given.created()
-    runs = await engine.claim_many(lanes=["default"], worker_id="w", worker_instance_id="w-1", limit=7)
-    await engine.complete_many([(run.handle, b"1") for run in runs])
+    await completed_together(engine, given, 7)
     await clock.advance(ms=DAY)
     assert [await engine.trim_retention(batch_size=3) for _ in range(4)] == [3, 3, 1, 0]
     assert await rows.of("execution") == []
@@ -157,6 +160,108 @@ async def test_locked_executions_are_left_and_others_behind_them_deleted(
         assert [await engine.trim_retention(batch_size=1) for _ in range(2)] == [1, 0]
     assert await engine.trim_retention() == 3
     assert await rows.of("execution") == []
+
+
+async def completed_together(engine: Engine, given: Given, count: int) -> list[ExecutionId]:
+    """Executions that ended in one statement."""
+    for _ in range(count):
+        await given.created()
+    runs = await engine.claim_many(lanes=["default"], worker_id="w", worker_instance_id="w-1", limit=count)
+    await engine.complete_many([(run.handle, b"1") for run in runs])
+    return [run.execution_id for run in runs]
+
+
+KEEPS = {
+    "a trigger": (
+        "create function refuse() returns trigger language plpgsql as $$begin raise 'not this one'; end$$; "
+        "create trigger keeps before delete on execution for each row "
+        "when (old.execution_id = '{uuid}') execute function refuse()",
+        "drop trigger keeps on execution",
+    ),
+    "a foreign key": (
+        "create table keeps (partition_key smallint, execution_id uuid, "
+        "foreign key (partition_key, execution_id) references execution); "
+        "insert into keeps select partition_key, execution_id from execution where execution_id = '{uuid}'",
+        "drop table keeps",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", KEEPS)
+async def test_an_execution_that_cannot_be_deleted_does_not_stop_the_others(
+    engine: Engine,
+    given: Given,
+    clock: Clock,
+    rows: Rows,
+    connection: asyncpg.Connection,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
+) -> None:
+    seconds = 0.0
+    parts_of(engine).retention.quarantine = Quarantine(60, clock=lambda: seconds)
+    bad = (await completed_together(engine, given, 100))[40]
+    await clock.advance(ms=DAY)
+    keep, let_go = KEEPS[what]
+    await connection.execute(keep.format(uuid=uuid_of(bad)))
+    assert [await engine.trim_retention(batch_size=60) for _ in range(3)] == [60, 39, 0]
+    assert await stored(rows) == {uuid_of(bad)}
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"{bad} failed 1 times, skipping it for 60 s: ")
+    await connection.execute(let_go)
+    assert await engine.trim_retention() == 0
+    seconds = 61
+    assert await engine.trim_retention() == 1
+    assert await rows.of("retained") == []
+
+
+async def test_a_fault_of_the_store_stops_a_trim(
+    engine: Engine, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    await completed_together(engine, given, 3)
+    await clock.advance(ms=DAY)
+    await connection.execute(
+        "create function refuse() returns trigger language plpgsql as "
+        "$$begin raise query_canceled using message = 'too slow'; end$$; "
+        "create trigger slow before delete on execution for each row execute function refuse()"
+    )
+    async with rows.unchanged():
+        with pytest.raises(TransportError, match="too slow"):
+            await engine.trim_retention()
+    await connection.execute("drop trigger slow on execution")
+    assert await engine.trim_retention() == 3
+
+
+async def test_nothing_of_a_deleted_execution_is_left_but_what_has_its_own_age(
+    engine: Engine, given: Given, clock: Clock, rows: Rows
+) -> None:
+    retries = {"max_retries": 2, "backoff": {"type": "fixed", "delay_ms": 0}}
+    first = await given.claimed(
+        policy={"retry_policy": retries}, tags={"a.b": "1"}, input_payload=b"x" * 300, idempotency_key="once"
+    )
+    await engine.append_frame(first, Frame(bytes=b"x"))
+    await engine.append_frame(first, Frame(bytes=b'{"a": 1}', mode=DurableSummary()))
+    outcome = await suspend_run(engine, first, suspend_args(idempotency_key="once"))
+    await Waiting(engine, outcome.handle).on(outcome.details).send()
+    await engine.fail((await given.claim()).handle, reason="again", classification="transient")
+    await clock.advance(ms=1)
+    await engine.complete((await given.claim()).handle, b"x" * 300)
+    uuid = uuid_of(first.execution_id)
+
+    async def with_rows() -> set[str]:
+        """The tables that have rows of the execution."""
+        return {table for table, texts in (await rows.snapshot()).items() if any(uuid in text for text in texts)}
+
+    # Deleted by their own age.
+    kept = {"claim", "event", "idempotency_key"}
+    assert await with_rows() == kept | {
+        "attempt", "execution", "execution_input", "execution_result", "execution_tag", "retained", "signal", "stream",
+        "stream_frame", "stream_summary", "suspension", "waitpoint",
+    }  # fmt: skip
+    await clock.advance(ms=DAY - 1)
+    assert await engine.trim_retention() == 0
+    await clock.advance(ms=2)
+    assert await engine.trim_retention() == 1
+    assert await with_rows() <= kept
 
 
 async def test_a_member_is_deleted_only_when_its_flow_is_settled_and_does_not_stop_others(

@@ -52,11 +52,10 @@ async def test_members_are_kept_while_a_member_of_their_flow_is_live(
     # The last end is still queued for the cascade.
     assert await trim(engine) == 0
     await settle(engine, flow_id)
-    assert await trim(engine) == 0
     await clock.advance(seconds=RECHECK + 1)
-    assert await trim(engine) == 3
+    assert await trim(engine) == 0
     await clock.advance(seconds=DAY)
-    assert await trim(engine) == 1
+    assert await trim(engine) == 4
     assert await stored(rows) == set()
 
 
@@ -82,7 +81,7 @@ async def test_an_upstream_execution_is_kept_while_its_downstream_execution_wait
 _OWE = "insert into cancel_backlog select partition_key, flow_id, 1, 'x', 'x', 'cancel_all', 1 from flow"
 
 
-@pytest.mark.parametrize("table", ["cancel_backlog", "cancel_backlog_member", "pending_cancel_group"])
+@pytest.mark.parametrize("table", ["cancel_backlog", "pending_cancel_group"])
 async def test_members_are_kept_while_their_flow_owes_a_cancellation(
     engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection, table: str
 ) -> None:
@@ -90,8 +89,6 @@ async def test_members_are_kept_while_their_flow_owes_a_cancellation(
     await flow_of(engine, [first, second], [(first, second)])
     owed = {
         "cancel_backlog": _OWE,
-        "cancel_backlog_member": _OWE
-        + "; insert into cancel_backlog_member select partition_key, flow_id, execution_id from execution",
         "pending_cancel_group": "insert into pending_cancel_group select partition_key, flow_id, downstream_id, 1 "
         "from edge_group; update edge_group set cancel_siblings_pending_flag = true",
     }
@@ -99,7 +96,7 @@ async def test_members_are_kept_while_their_flow_owes_a_cancellation(
     await clock.advance(seconds=DAY + 1)
     assert await trim(engine) == 0
     await connection.execute(
-        "delete from cancel_backlog; delete from cancel_backlog_member; delete from pending_cancel_group; "
+        "delete from cancel_backlog; delete from pending_cancel_group; "
         "update edge_group set cancel_siblings_pending_flag = false"
     )
     assert await trim(engine) == 0
@@ -181,9 +178,9 @@ async def test_a_held_member_can_be_replayed(engine: Engine, given: Given, clock
         await engine.cancel_execution(execution_id=member, reason="x")
     await settle(engine, flow_id)
     await clock.advance(seconds=RECHECK + 1)
-    assert await trim(engine) == 1
+    assert await trim(engine) == 0
     await clock.advance(seconds=DAY)
-    assert await trim(engine) == 2
+    assert await trim(engine) == 3
 
 
 async def test_a_replay_and_a_trim_of_one_member_leave_it_deleted_or_live(
@@ -265,7 +262,7 @@ async def test_a_flow_that_changed_within_the_retention_is_kept(
     assert await sweep(engine) == 1
 
 
-@pytest.mark.parametrize("owed", ["cancel_backlog", "pending_cancel_group", "live member"])
+@pytest.mark.parametrize("owed", ["cancel_backlog", "pending_cancel_group", "queued end", "live member"])
 async def test_a_flow_that_owes_something_is_kept(
     engine: Engine, clock: Clock, rows: Rows, connection: asyncpg.Connection, owed: str
 ) -> None:
@@ -273,6 +270,7 @@ async def test_a_flow_that_owes_something_is_kept(
     owes = {
         "cancel_backlog": _OWE,
         "pending_cancel_group": "insert into pending_cancel_group select partition_key, flow_id, flow_id, 1 from flow",
+        "queued end": "insert into cascade_entry select 1, partition_key, flow_id, 1, 1, '{}' from flow",
         "live member": "update flow set live_count = 1",
     }
     await connection.execute(owes[owed])
@@ -281,7 +279,8 @@ async def test_a_flow_that_owes_something_is_kept(
     async with rows.unchanged():
         assert await sweep(engine) == 0
     await connection.execute(
-        "delete from cancel_backlog; delete from pending_cancel_group; update flow set live_count = 0"
+        "delete from cancel_backlog; delete from pending_cancel_group; delete from cascade_entry; "
+        "update flow set live_count = 0"
     )
     await clock.advance(seconds=RECHECK + 1)
     assert await sweep(engine) == 1

@@ -96,6 +96,15 @@ class Quarantine:
 
         return await self._sweep(process_batch, process_halves, limit)
 
+    async def process_found(self, found: Sequence[ExecutionId], process_items: ProcessItems) -> int:
+        """Process these items, and split them in halves as `sweep_by_halves` does if that fails."""
+        try:
+            return await process_items(found)
+        except EngineError as fault:
+            if is_connection_fault(fault):
+                raise
+        return await self._process_halves(found, process_items)
+
     async def sweep_in_time(
         self,
         process_due: ProcessBatch,

@@ -45,7 +45,7 @@ class Retention:
 
         The frames of an execution with more than FRAME_LIMIT or BYTE_LIMIT, and of one that cannot be deleted in time,
         are deleted by the sweep of streams before. A member of a flow that is not settled is looked at again after
-        RECHECK_MS.
+        RECHECK_MS, and one of a flow that is, when its retention after the end of the flow is over.
         """
         size, was_reduced = self._size, self._size.is_reduced
         watermark = self._store.retained_watermark
@@ -63,6 +63,7 @@ class Retention:
                 limit=limit,
                 frames=FRAME_LIMIT,
                 bytes=BYTE_LIMIT,
+                retention_ms=self._store.rules.retention_ms,
                 recheck_ms=RECHECK_MS,
             )
             trimmed += row["trimmed"]
@@ -105,13 +106,15 @@ class Retention:
     ) -> int:
         """Delete up to `batch_size` executions that ended at least `retention_ms` ago; return how many were deleted.
 
-        An execution with a retention of its own is deleted after that instead, and a member of a flow only when the
-        flow is settled. Call it again while it returns `batch_size`.
+        An execution with a retention of its own is deleted after that instead. For a member of a flow the time counts
+        from the end of the flow. One that cannot be deleted is logged, and skipped for a while. Call it again while it
+        returns `batch_size`.
         """
         check_range(retention_ms, "retention_ms", 0, MAX_RETENTION_MS)
         check_range(batch_size, "batch_size", 1, MAX_BATCH)
         if filter is not None and not isinstance(filter, ScannerFilter):
             raise error("invalid_input", f"filter: expected a ScannerFilter or None, got {shown(filter)}")
+        failed_before = self.quarantine.skipped()
         trimmed, since = 0, 0
         while trimmed < batch_size:
             ((until,),) = await self._store.fetch(SQL.read_retained_end, since=since, size=WINDOW)
@@ -124,14 +127,14 @@ class Retention:
                     SQL.list_trimmable,
                     since=since,
                     until=until,
-                    skipped=tried,
+                    skipped=failed_before + tried,
                     retention_ms=retention_ms,
                     namespace=None if filter is None else filter.namespace,
                     tag_key=None if filter is None or filter.instance_tag is None else filter.instance_tag[0],
                     tag_value=None if filter is None or filter.instance_tag is None else filter.instance_tag[1],
                     limit=wanted,
                 )
-                trimmed += await self._trim_found(found, since)
+                trimmed += await self._trim_found(found, since, retention_ms)
                 # Those that could not be deleted, because they are locked, for example, are not tried again.
                 tried += (row["execution_id"] for row in found)
                 if len(found) < wanted or len(tried) > MAX_SKIPPED:
@@ -139,24 +142,30 @@ class Retention:
                     break
         return trimmed
 
-    async def _trim_found(self, found: Sequence[Record], since: int) -> int:
-        """Delete executions that `list_trimmable` has found; return how many."""
+    async def _trim_found(self, found: Sequence[Record], since: int, retention_ms: int) -> int:
+        """Delete executions that `list_trimmable` has found, except those that fail; return how many."""
         if not found:
             return 0
-        (row,) = await self._store.fetch(
-            SQL.take_retained,
-            since=since,
-            until=found[-1]["retain_until"],
-            only=[row["execution_id"] for row in found],
-            skipped=(),
-            # Entries may have many executions that the filter does not match.
-            limit=10 * TRIM_LIMIT,
-            frames=FRAME_LIMIT,
-            bytes=BYTE_LIMIT,
-            recheck_ms=RECHECK_MS,
-        )
-        trimmed: int = row["trimmed"]
-        return trimmed
+
+        async def trim_items(execution_ids: Sequence[ExecutionId]) -> int:
+            (row,) = await self._store.fetch(
+                SQL.take_retained,
+                since=since,
+                until=found[-1]["retain_until"],
+                only=[split_execution_id(each)[1] for each in execution_ids],
+                skipped=(),
+                # Entries may have many executions that the filter does not match.
+                limit=10 * TRIM_LIMIT,
+                frames=FRAME_LIMIT,
+                bytes=BYTE_LIMIT,
+                retention_ms=retention_ms,
+                recheck_ms=RECHECK_MS,
+            )
+            trimmed: int = row["trimmed"]
+            return trimmed
+
+        execution_ids = [format_execution_id(row["partition_key"], row["execution_id"]) for row in found]
+        return await self.quarantine.process_found(execution_ids, trim_items)
 
     async def purge_keys(self) -> int:
         """Delete expired idempotency keys of submissions, suspends and signals; return how many."""

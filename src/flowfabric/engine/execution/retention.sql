@@ -1,19 +1,19 @@
--- fragment: settled
--- Whether a flow keeps no member: none is live, no end of one is queued for the cascade, and no cancellation is owed. The offsets keep
--- the planner from joining whole tables.
-f.live_count <= 0
+-- fragment: lets_go
+-- Whether a flow lets its ended member h go: no member is live, no end is queued for the cascade, no cancellation is owed, and the
+-- retention of h after the end of the flow is over. The offsets keep the planner from joining whole tables.
+f.live_count <= 0 and f.ended_at + h.retention_ms <= (select now from clock)
 and not exists (select from cancel_backlog o where o.partition_key = f.partition_key and o.flow_id = f.flow_id offset 0)
-and not exists (select from cancel_backlog_member o where o.partition_key = f.partition_key and o.flow_id = f.flow_id offset 0)
 and not exists (select from pending_cancel_group o where o.partition_key = f.partition_key and o.flow_id = f.flow_id offset 0)
 
 -- name: take_retained
 -- Deletes ended executions past their retention and all their rows, the oldest after :since first, up to :until or now: only those in
 -- :only unless that is null, none of :skipped, and as many as have :frames frames with :bytes bytes together. One with more than that is
 -- left: its frames are hidden, and its streams are due for the sweep that deletes hidden frames. One whose frames are hidden already
--- is left until they are deleted, and one with a locked stream is left too. A member of a flow that is not settled is held: it gets an
--- entry that is due after :recheck_ms. Returns how many were deleted and held, how many streams and rows of retained were changed,
--- whether some were left because of their streams (has_more), and otherwise the time up to which none is left except locked and skipped
--- ones.
+-- is left until they are deleted, and one with a locked stream is left too. A member that its flow keeps is held: it gets an entry that is
+-- due when its retention after the end of the flow is over, or after :recheck_ms if the flow has not ended or that time has passed. The
+-- retention of a member is its own one or :retention_ms. Returns how many were deleted and held, how many streams and rows of retained
+-- were changed, whether some were left because of their streams (has_more), and otherwise the time up to which none is left except locked
+-- and skipped ones.
 -- Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
 with clock as materialized (select ff_now() as now),
 -- Whole rows of retained until :limit executions are reached, each locked as it is read; later rows are not locked.
@@ -34,25 +34,26 @@ batch as materialized (
 ),
 member as materialized (
   select b.tid as batch_tid, b.retain_until, b.ended_at, b.partition_key, b.terminal_outcome, m.execution_id, h.queue_no,
-         case when not w.is_held then h.tid end as tid, w.is_held, row_number() over () as nth
+         case when w.is_held is null then h.tid end as tid, w.is_held, w.due_at, row_number() over () as nth
     from batch b
    cross join lateral unnest(b.execution_ids) as m(execution_id)
     left join lateral (
-         select e.ctid as tid, e.queue_no, e.flow_id from execution e
+         select e.ctid as tid, e.queue_no, e.flow_id, coalesce(e.retention_ms, :retention_ms::bigint) as retention_ms from execution e
           where e.partition_key = b.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
             and e.last_transition_at = b.ended_at
             and m.execution_id <> all(:skipped) and (:only is null or m.execution_id = any(:only))
             for update skip locked) h on true
     -- The flow of a member is locked, or the member is held. Skipped entirely for an execution outside of flows.
     left join lateral (
-         select true as is_settled from flow f
+         select true as lets_go from flow f
           where h.flow_id is not null and f.partition_key = any(array[b.partition_key]) and f.flow_id = h.flow_id
             and
-            -- include: settled
+            -- include: lets_go
             for share skip locked) s on true
-   cross join lateral (
-         select h.flow_id is not null and s.is_settled is null and exists (
-                select from flow f where f.partition_key = any(array[b.partition_key]) and f.flow_id = h.flow_id) as is_held) w
+    left join lateral (
+         select true as is_held, case when f.live_count <= 0 then f.ended_at + h.retention_ms end as due_at from flow f
+          where h.flow_id is not null and s.lets_go is null and f.partition_key = any(array[b.partition_key]) and f.flow_id = h.flow_id
+          limit 1) w on true
 ),
 -- Those with streams, which are locked before anything of them is deleted, as the sweep of streams does. The number of the oldest
 -- stored frame of a stream tells how many there are at most, and its frames so far have the same size on average. Skipped entirely if
@@ -117,12 +118,12 @@ left_over as (
 ),
 held as (
   insert into retained (retain_until, ended_at, partition_key, execution_ids, queue_no, queue_nos, terminal_outcome)
-  select greatest(m.retain_until, c.now + :recheck_ms::bigint), m.ended_at, m.partition_key, array_agg(m.execution_id),
+  select greatest(m.retain_until, case when m.due_at > c.now then m.due_at else c.now + :recheck_ms::bigint end), m.ended_at, m.partition_key, array_agg(m.execution_id),
          case when min(m.queue_no) = max(m.queue_no) then min(m.queue_no) end,
          case when min(m.queue_no) < max(m.queue_no) then array_agg(m.queue_no) end, m.terminal_outcome
     from clock c cross join member m
    where m.is_held
-   group by c.now, m.retain_until, m.ended_at, m.partition_key, m.terminal_outcome
+   group by c.now, m.retain_until, m.due_at, m.ended_at, m.partition_key, m.terminal_outcome
   returning cardinality(execution_ids) as members
 ),
 inputs as (
@@ -202,10 +203,11 @@ select max(retain_until) as until
 
 -- name: list_trimmable
 -- The ended executions whose row of retained is due after :since and up to :until, which ended at least :retention_ms or their own
--- retention ago, and which have the given namespace and tag, except :skipped and members of flows that are not settled; in the order in
--- which they are due.
+-- retention ago, and which have the given namespace and tag, except :skipped and members that their flows keep; in the order in which
+-- they are due.
+with clock as materialized (select ff_now() as now)
 select r.retain_until, r.partition_key, m.execution_id
-  from (select ff_now() as now offset 0) c
+  from clock c
  cross join lateral (
        select r.* from retained r
         where r.retain_until > :since and r.retain_until <= :until
@@ -213,23 +215,24 @@ select r.retain_until, r.partition_key, m.execution_id
         order by r.retain_until offset 0) r
  cross join lateral unnest(r.execution_ids) as m(execution_id)
  cross join lateral (
-       select e.partition_key, e.execution_id, e.namespace_no, e.flow_id, e.has_tags from execution e
+       select e.partition_key, e.execution_id, e.namespace_no, e.flow_id, e.has_tags, coalesce(e.retention_ms, :retention_ms) as retention_ms
+         from execution e
         where e.partition_key = r.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
           and e.last_transition_at = r.ended_at
-          and e.last_transition_at + coalesce(e.retention_ms, :retention_ms) <= c.now limit 1) e
+          and e.last_transition_at + coalesce(e.retention_ms, :retention_ms) <= c.now limit 1) h
  where m.execution_id <> all(:skipped::uuid[])
    and (:namespace::text is null or exists (
-         select from namespace n where n.namespace_no = e.namespace_no and n.namespace = :namespace offset 0))
-   and (:tag_key::text is null or (e.has_tags and exists (
+         select from namespace n where n.namespace_no = h.namespace_no and n.namespace = :namespace offset 0))
+   and (:tag_key::text is null or (h.has_tags and exists (
          select from execution_tag t
-          where t.partition_key = e.partition_key and t.execution_id = e.execution_id and t.key collate "C" = :tag_key
+          where t.partition_key = h.partition_key and t.execution_id = h.execution_id and t.key collate "C" = :tag_key
             and t.value = :tag_value::text
          offset 0)))
-   and (e.flow_id is null or not exists (
+   and (h.flow_id is null or not exists (
          select from flow f
-          where f.partition_key = e.partition_key and f.flow_id = e.flow_id
+          where f.partition_key = h.partition_key and f.flow_id = h.flow_id
             and not (
-            -- include: settled
+            -- include: lets_go
             )
          offset 0))
  limit :limit;

@@ -145,7 +145,7 @@ class Replays:
 
         is_skipped = flow is not None and locked.terminal_outcome == TerminalOutcome.SKIPPED
         group = await self._group(transaction, request, ended, is_skipped=is_skipped)
-        await self._take_end(transaction, request, ended)
+        await self._take_end(transaction, request, ended, flow)
         details: dict[str, object] = {"branch": "skipped_flow_member" if is_skipped else "normal"}
         if is_skipped:
             details["groups_reset"] = int(group.has_been_reset)
@@ -197,12 +197,16 @@ class Replays:
             return _Group(unsatisfied=row["unsatisfied"], has_been_reset=True, succeeded=row["succeeded"])
         return _Group(unsatisfied=ended["unresolved"] if ended["group_state"] == "pending" else 0)
 
-    async def _take_end(self, transaction: Transaction, request: _Request, ended: Record) -> None:
+    async def _take_end(
+        self, transaction: Transaction, request: _Request, ended: Record, flow: LockedFlow | None
+    ) -> None:
         """Remove the execution from the entry of retained with its end, which counts it."""
         retention_ms = self._store.rules.retention_ms if ended["retention_ms"] is None else ended["retention_ms"]
         end = {**request.key, "ended_at": ended["ended_at"]}
-        found = await transaction.fetch(SQL.lock_end, **end, retain_until=ended["ended_at"] + retention_ms)
-        # Retention has held it with its flow, or the setting was another one when it ended.
+        # From its own end, or if retention has held it with its flow, from the end of that.
+        ends = [ended["ended_at"]] if flow is None or flow.ended_at is None else [ended["ended_at"], flow.ended_at]
+        found = await transaction.fetch(SQL.lock_end, **end, retain_untils=[at + retention_ms for at in ends])
+        # Retention has held it while its flow was live, or the setting was another one when it ended.
         for within_ms in (RECHECK_MS, None):
             found = found or await transaction.fetch(SQL.lock_end_anywhere, **end, within_ms=within_ms)
         if found:

@@ -67,9 +67,9 @@ update edge_group g set cancel_siblings_pending_members = array_remove(g.cancel_
 select public_state from execution where partition_key = :partition_key and execution_id = :execution_id;
 
 -- name: lock_end
--- Locks the entry of retained with the end of an execution whose retention has not been changed since, and returns its time.
+-- Locks the entry of retained with the end of an execution if it is due at one of the given times, and returns its time.
 select r.retain_until from retained r
- where r.retain_until = :retain_until and r.partition_key = :partition_key and r.ended_at = :ended_at
+ where r.retain_until = any(:retain_untils::bigint[]) and r.partition_key = :partition_key and r.ended_at = :ended_at
    and :execution_id::uuid = any(r.execution_ids)
    for update;
 

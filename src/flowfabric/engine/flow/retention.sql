@@ -1,11 +1,11 @@
 -- name: take_flows
--- Looks at up to :limit flows that retention has to look at, except locked ones. Flows without members whose graph has not changed for
--- :retention_ms are deleted, with up to :rows edges and as many groups; as long as there are more of these, only they are deleted. Any
+-- Looks at up to :limit flows that retention has to look at, except locked ones. Flows without members that ended and whose graph was last
+-- changed at least :retention_ms ago are deleted, with up to :rows edges and as many groups; as long as there are more of these, only they are deleted. Any
 -- other flow is due again when that time is over, or after :recheck_ms if it is already. Returns how many flows were deleted and looked at,
 -- and whether edges or groups are left (has_more).
 with clock as materialized (select ff_now() as now),
 due as materialized (
-  select f.ctid as tid, f.partition_key, f.flow_id, f.live_count, f.last_mutation_at, c.now
+  select f.ctid as tid, f.partition_key, f.flow_id, f.live_count, greatest(f.last_mutation_at, f.ended_at) as changed_at, c.now
     from clock c
    cross join lateral (
          select f.ctid, f.* from flow f where f.retain_until <= c.now order by f.retain_until limit :limit for update skip locked) f
@@ -14,8 +14,9 @@ due as materialized (
 spent as materialized (
   select d.tid, d.partition_key, d.flow_id
     from due d
-   where d.live_count <= 0 and d.last_mutation_at + :retention_ms::bigint <= d.now
+   where d.live_count <= 0 and d.changed_at + :retention_ms::bigint <= d.now
      and not exists (select from execution e where e.flow_id = d.flow_id offset 0)
+     and not exists (select from cascade_entry o where o.partition_key = d.partition_key and o.flow_id = d.flow_id offset 0)
      and not exists (select from cancel_backlog o where o.partition_key = d.partition_key and o.flow_id = d.flow_id offset 0)
      and not exists (select from pending_cancel_group o where o.partition_key = d.partition_key and o.flow_id = d.flow_id offset 0)
 ),
@@ -51,7 +52,7 @@ summaries as (
 kept as (
   update flow f
      set retain_until = case
-           when d.last_mutation_at + :retention_ms > d.now then d.last_mutation_at + :retention_ms
+           when d.changed_at + :retention_ms > d.now then d.changed_at + :retention_ms
            else d.now + :recheck_ms::bigint end
     from due d
    where f.ctid = d.tid and d.tid not in (select tid from spent)

@@ -27,6 +27,7 @@ class LockedFlow(msgspec.Struct, frozen=True, kw_only=True):
     node_count: int
     edge_count: int
     live_count: int
+    ended_at: int | None
     cancel_reason: str | None
     cancellation_policy: str | None
     now: int

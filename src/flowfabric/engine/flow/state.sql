@@ -1,6 +1,7 @@
 -- name: set_member_counts
 -- Adds to the counts of flows that the transaction has locked. A flow without live members has ended: failed if a member failed, was
 -- cancelled or expired, else completed. Entering and leaving these states writes an event; returns whether one was written.
+-- The time of the end is kept if members live again, until the next end.
 with clock as materialized (select ff_now() as now),
 counted as materialized (
   select f.partition_key, f.flow_id, f.namespace_no, f.public_flow_state, f.derived_state, c.now, f.live_count + i.live as live_count,
@@ -8,7 +9,8 @@ counted as materialized (
          case
            when f.live_count + i.live > 0 then case when f.derived_state in ('completed', 'failed') then i.now_live else f.derived_state end
            when f.unhappy_count + i.unhappy > 0 then 'failed'
-           else 'completed' end as to_state
+           else 'completed' end as to_state,
+         case when f.live_count + i.live <= 0 and (f.live_count > 0 or f.ended_at is null) then c.now else f.ended_at end as ended_at
     from unnest(:partition_keys::smallint[], :flow_ids::uuid[], :live::int[], :unhappy::int[], :now_live::text[])
          as i(partition_key, flow_id, live, unhappy, now_live)
    cross join clock c
@@ -18,7 +20,7 @@ counted as materialized (
 updated as (
   update flow f
      set live_count = n.live_count, unhappy_count = n.unhappy_count, derived_state = n.to_state,
-         project_at = coalesce(f.project_at, n.now)
+         ended_at = n.ended_at, project_at = coalesce(f.project_at, n.now)
     from counted n
    where f.partition_key = any(array[n.partition_key]) and f.flow_id = n.flow_id
   returning n.partition_key, n.flow_id, n.namespace_no, n.public_flow_state, n.derived_state, n.to_state, n.now

@@ -74,6 +74,7 @@ flow_rule as (
            when f.live_count > 0 then f.derived_state not in ('open', 'running', 'blocked')
            when f.node_count > 0 then f.derived_state <> case when f.unhappy_count > 0 then 'failed' else 'completed' end
            else f.derived_state <> 'open' end),
+         ('flow: ended_at is missing though its members have ended', f.live_count <= 0 and f.node_count > 0 and f.ended_at is null),
          ('flow: its summary is never projected', f.live_count > 0 and f.project_at is null),
          ('flow: cancelled_at contradicts public_flow_state', (f.cancelled_at is not null) <> (f.public_flow_state = 'cancelled'))
          ) as rule(problem, is_broken)
