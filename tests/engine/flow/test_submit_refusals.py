@@ -95,6 +95,11 @@ EDGES: list[Refusal] = [
     (edge(upstream=None), "invalid_input", "edges[1].upstream: no node has the name None"),
     (edge(downstream="a"), "self_referencing_edge", "edges[1]: node 'a' cannot depend on itself"),
     *((edge(dependency_kind=wrong), "invalid_input", "edges[1].dependency_kind: must") for wrong in ("", None, "\0")),
+    (
+        flow("a b", [FlowEdge(upstream="a", downstream="b", dependency_kind=None)]),  # type: ignore[arg-type]
+        "invalid_input",
+        "edges[0].dependency_kind: must",
+    ),
     *(
         (edge(data_passing_ref=wrong), "invalid_input", "edges[1].data_passing_ref:")
         for wrong in (5, LONE_SURROGATE, "r" * 1025)
