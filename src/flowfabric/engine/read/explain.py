@@ -85,7 +85,7 @@ class Explain:
             SQL.read_reasons, partition_key=partition, execution_id=uuid, most=MAX_AHEAD, edges=MAX_EDGES
         )
         if not rows:
-            raise error("execution_not_found")
+            raise error("execution_not_found", parsed)
         row = rows[0]
         context = f"explain {parsed}"
         state = vector(row, context)
