@@ -47,8 +47,8 @@ class Cancel:
 
     async def cancel_execution(
         self,
-        *,
         execution_id: ExecutionId | str,
+        *,
         reason: str,
         source: str = CancelSource.OPERATOR_OVERRIDE,
         lease_id: UUID | str | None = None,

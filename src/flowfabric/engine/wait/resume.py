@@ -103,8 +103,8 @@ class Resumes:
 
     async def resume_execution(
         self,
-        *,
         execution_id: ExecutionId | str,
+        *,
         trigger_type: ResumeTrigger | str = ResumeTrigger.SIGNAL,
         resume_delay_ms: int = 0,
     ) -> Resumed:
