@@ -157,6 +157,16 @@ def test_an_invalid_value_from_code_is_refused_with_the_name_of_its_variable() -
         ({"home": 5}, "FF_HOME=5: must be a path"),
         ({"lanes": 5}, "FF_LANES=5: must be a list of names"),
         ({"lanes": [5]}, "FF_LANES=5: must be text"),
+        (
+            {"edge_cancel_dispatcher_interval_s": 3, "edge_cancel_reconciler_interval_s": 3},
+            "FF_EDGE_CANCEL_RECONCILER_INTERVAL_S=3: must be greater than FF_EDGE_CANCEL_DISPATCHER_INTERVAL_S, which "
+            "is 3",
+        ),
+        (
+            {"edge_cancel_dispatcher_interval_s": 60},
+            "FF_EDGE_CANCEL_RECONCILER_INTERVAL_S=10: must be greater than FF_EDGE_CANCEL_DISPATCHER_INTERVAL_S, which "
+            "is 60",
+        ),
     ],
 )
 def test_an_error_says_what_the_value_must_be(given: dict[str, Any], message: str) -> None:

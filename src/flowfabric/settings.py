@@ -244,6 +244,15 @@ class Settings(BaseSettings):
             raise ValueError("is set and FF_SECRET_KEY is not: set FF_SECRET_KEY to the new key, or leave both unset")
         return old
 
+    @field_validator("edge_cancel_reconciler_interval_s")
+    @classmethod
+    def _slower_than_dispatcher(cls, interval: int, info: ValidationInfo) -> int:
+        # Absent if it is invalid itself.
+        dispatcher = info.data.get("edge_cancel_dispatcher_interval_s", 0)
+        if interval <= dispatcher:
+            raise ValueError(f"must be greater than FF_EDGE_CANCEL_DISPATCHER_INTERVAL_S, which is {dispatcher}")
+        return interval
+
     @model_validator(mode="wrap")
     @classmethod
     def _report_variables(cls, values: object, build: ModelWrapValidatorHandler[Self]) -> Self:

@@ -14,6 +14,7 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome
 from flowfabric.model.execution import Created, Duplicate, NewExecution
 from flowfabric.model.handle import Handle
+from flowfabric.model.ids import parse_execution_id
 from flowfabric.model.lease import Revoked
 
 WAITING = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_first_attempt/waiting"
@@ -233,11 +234,16 @@ async def block(connection: asyncpg.Connection, execution_id: str, eligibility: 
 
 
 async def refused(call: Awaitable[object], code: str, detail: str | None = None) -> EngineError:
-    """Return the error of a call that must be refused with this code and, if given, this text in its detail."""
+    """Return the error of a call that must be refused with this code and, if given, this text in its detail.
+
+    An error about an absent execution must name it.
+    """
     with pytest.raises(EngineError) as caught:
         await call
     refusal: EngineError = caught.value
     assert refusal.code == code, refusal
+    if code == "execution_not_found":
+        parse_execution_id(refusal.detail)
     assert detail is None or detail in str(refusal.detail), refusal
     return refusal
 

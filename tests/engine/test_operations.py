@@ -1,6 +1,7 @@
 """Each operation of the engine is a method of a service, with its signature and docstring."""
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable
 
@@ -29,6 +30,22 @@ def test_an_operation_has_the_signature_and_docstring_of_its_method() -> None:
         assert method.__doc__, name
         parameters = [*inspect.signature(method).parameters.values()][1:]
         assert all(parameter.annotation is not parameter.empty for parameter in parameters), name
+
+
+@pytest.mark.parametrize("name", ["resume_execution", "cancel_execution"])
+def test_the_execution_of_an_operation_may_be_given_by_position_or_by_name(name: str) -> None:
+    operation = getattr(Engine, name)
+    arguments = {"reason": "x"} if name == "cancel_execution" else {}
+    by_position = inspect.signature(operation).bind(None, "id", **arguments)
+    assert by_position == inspect.signature(operation).bind(None, execution_id="id", **arguments)
+
+
+async def test_errors_of_python_name_an_operation_as_it_is_called(engine: Engine) -> None:
+    for name in OPERATIONS:
+        # Bound and unbound.
+        for call in (getattr(engine, name), functools.partial(getattr(Engine, name), engine)):
+            with pytest.raises(TypeError, match=rf"^Engine\.{name}\(\) takes "):
+                await call(*range(99))
 
 
 async def test_an_operation_of_an_engine_is_the_bound_method_of_its_service(engine: Engine) -> None:

@@ -67,8 +67,7 @@ STAGE = "alpha"
 class Engine:
     """The engine on one Postgres; get one from `Engine.connect`."""
 
-    # Executions: creating, cancelling, replaying, priorities, tags, results.
-    # Executions: creating, cancelling, priorities, tags, results, deleting.
+    # Executions: creating, cancelling, replaying, priorities, tags, results, deleting.
     create_execution = operation(Submit.create_execution)
     create_many = operation(Submit.create_many)
     cancel = operation(Cancel.cancel)
@@ -85,9 +84,6 @@ class Engine:
     cancel_matching = operation(Matching.cancel_matching)
     replay_matching = operation(Matching.replay_matching)
     change_priority_matching = operation(Matching.change_priority_matching)
-
-    # Flows: graphs of executions.
-    submit_flow = operation(SubmitFlow.submit_flow)
 
     # Claims: from the queues, by grant, by id.
     claim = operation(Claim.claim)
@@ -143,11 +139,14 @@ class Engine:
     promote_blocked_to_eligible = operation(Blocked.promote_blocked_to_eligible)
     drain_sibling_cancel_group = operation(Siblings.drain_sibling_cancel_group)
     reconcile_sibling_cancel_group = operation(Siblings.reconcile_sibling_cancel_group)
+
     # Flows: cancelling.
     cancel_flow = operation(FlowCancel.cancel_flow)
     cancel_flow_header = operation(FlowCancel.cancel_flow_header)
     ack_cancel_member = operation(CancelBacklog.ack_cancel_member)
+
     # Flows: graphs of executions.
+    submit_flow = operation(SubmitFlow.submit_flow)
     create_flow = operation(Graph.create_flow)
     add_execution_to_flow = operation(Graph.add_execution_to_flow)
     set_edge_group_policy = operation(Graph.set_edge_group_policy)
@@ -161,8 +160,6 @@ class Engine:
     describe_edge = operation(Flows.describe_edge)
     list_edges = operation(Flows.list_edges)
     evaluate_flow_eligibility = operation(Flows.evaluate_flow_eligibility)
-    # Flows: the cascade.
-    cascade_completion = operation(Cascade.cascade_completion)
 
     # Flows: summaries and ends.
     project_flow_summary = operation(FlowSummaries.project_flow_summary)

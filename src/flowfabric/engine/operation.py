@@ -57,9 +57,15 @@ class operation(Generic[Service, Arguments, Result]):
 
         if inspect.iscoroutinefunction(method):
             unbound = _coroutine_function(unbound)
+        self._method = method
         self._unbound = functools.wraps(method)(unbound)
         self._kind = kind
         self._name = name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Let Python's errors about the arguments, and unawaited calls, be shown by the name that callers use."""
+        for function in (self._method, self._unbound):
+            function.__qualname__ = f"{owner.__qualname__}.{name}"
 
     @overload
     def __get__(self, engine: None, owner: type) -> Callable[Concatenate[HasServices, Arguments], Result]: ...

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from flowfabric.model.errors import error
 from flowfabric.model.ids import EdgeId, ExecutionId, FlowId
 from flowfabric.model.states import PublicState
-from flowfabric.model.text import shown
+from flowfabric.model.text import shown, word_of
 
 MAX_QUORUM = 2**31 - 1
 MAX_REF_CHARACTERS = 1024
@@ -70,25 +70,38 @@ EdgePolicy: TypeAlias = AllOfEdges | AnyOfEdges | QuorumOfEdges
 """When the inbound edges of an execution are satisfied."""
 
 
+_KINDS: Mapping[str, type[EdgePolicy]] = {"all_of": AllOfEdges, "any_of": AnyOfEdges, "quorum": QuorumOfEdges}
+
+
 def parse_edge_policy(value: object, field: str = "policy") -> EdgePolicy:
-    """Return an edge policy given as one, or as its JSON object."""
-    policy = value
-    if isinstance(value, Mapping):
-        try:
-            policy = msgspec.convert(dict(value), AllOfEdges | AnyOfEdges | QuorumOfEdges, strict=True)
-        except msgspec.ValidationError as invalid:
-            raise error("invalid_input", f"{field}: {invalid}") from None
+    """Return an edge policy given as one, or as a mapping of its kind and its fields."""
+    policy = _policy_of(value, field) if isinstance(value, Mapping) else value
     if not isinstance(policy, AllOfEdges | AnyOfEdges | QuorumOfEdges):
         raise error("invalid_input", f"{field}: expected AllOfEdges, AnyOfEdges or QuorumOfEdges, got {shown(value)}")
-    if isinstance(policy, AnyOfEdges | QuorumOfEdges) and policy.on_satisfied not in set(OnSatisfied):
+    if isinstance(policy, AnyOfEdges | QuorumOfEdges) and word_of(OnSatisfied, policy.on_satisfied) is None:
         words = " or ".join(OnSatisfied)
         raise error("invalid_input", f"{field}: on_satisfied must be {words}, got {shown(policy.on_satisfied)}")
     if isinstance(policy, QuorumOfEdges):
         if type(policy.k) is not int or policy.k > MAX_QUORUM:
-            raise error("invalid_input", f"{field}: quorum k must be an integer up to {MAX_QUORUM}, got {policy.k!r}")
+            raise error(
+                "invalid_input", f"{field}: quorum k must be an integer up to {MAX_QUORUM}, got {shown(policy.k)}"
+            )
         if policy.k < 1:
             raise error("invalid_input", f"{field}: quorum k must be >= 1, got {policy.k}")
     return policy
+
+
+def _policy_of(given: Mapping[Any, Any], field: str) -> EdgePolicy:
+    kind = next((kind for kind in _KINDS if kind == given.get("kind")), None)
+    if kind is None:
+        raise error("invalid_input", f"{field}: kind must be all_of, any_of or quorum, got {shown(given.get('kind'))}")
+    fields = {name: value for name, value in given.items() if name != "kind"}
+    names = _KINDS[kind].__struct_fields__
+    if unknown := [name for name in fields if name not in names]:
+        raise error("invalid_input", f"{field}: a policy of kind {kind} has no field {shown(unknown[0])}")
+    if missing := [name for name in names if name not in fields]:
+        raise error("invalid_input", f"{field}: a policy of kind {kind} needs {' and '.join(missing)}")
+    return _KINDS[kind](**fields)
 
 
 def edge_policy_columns(policy: EdgePolicy) -> tuple[str, int | None, OnSatisfied | None]:

@@ -25,6 +25,9 @@ MAX_AHEAD = 1000
 MAX_EDGES = 100
 """How many unresolved dependencies are listed."""
 
+MAX_FAILED_EDGES = 10
+"""How many of the dependencies are listed because of which an execution was skipped."""
+
 _MAX_LISTED = 3
 
 
@@ -116,13 +119,14 @@ class QuotaReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnmetEdge:
-    """A dependency of an execution that is not resolved yet, and the state of its upstream execution, None if deleted.
+    """A dependency of an execution that is not satisfied; kind and state of its upstream execution are None if deleted.
 
     An edge that is only staged is not resolved before it is applied, even if its upstream execution has ended.
     """
 
     edge_id: EdgeId
     upstream_execution_id: ExecutionId
+    execution_kind: str | None
     public_state: PublicState | None
     is_applied: bool = True
 
@@ -204,6 +208,31 @@ class EndedReason:
     kind: Literal["ended"] = "ended"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImpossibleReason:
+    """It was skipped because too few of its upstream executions could still succeed.
+
+    Of its `total_count` dependencies `failed_count` ended without success; `edges` has up to ten of them.
+    """
+
+    policy: EdgePolicy
+    total_count: int
+    failed_count: int
+    edges: tuple[UnmetEdge, ...]
+    kind: Literal["impossible"] = "impossible"
+
+    @property
+    def needed_count(self) -> int:
+        """How many dependencies must succeed."""
+        match self.policy:
+            case AllOfEdges():
+                return self.total_count
+            case AnyOfEdges():
+                return 1
+            case quorum:
+                return quorum.k
+
+
 Reason: TypeAlias = (
     QueuedReason
     | GrantedReason
@@ -218,6 +247,7 @@ Reason: TypeAlias = (
     | LeaseLostReason
     | HeldReason
     | EndedReason
+    | ImpossibleReason
 )
 
 
@@ -290,6 +320,9 @@ def _phrase(reason: Reason) -> str:
         case EndedReason():
             why = "" if reason.reason is None else f", {shorten(reason.reason)}"
             return f"at {_time(reason.completed_at)}{why}"
+        case ImpossibleReason():
+            counts = f"{reason.failed_count} of {reason.total_count} dependencies ended without success"
+            return f"{counts}, {reason.needed_count} must succeed{_upstreams(reason.edges, reason.failed_count)}"
 
 
 _DELAYS = {"delay": "", "retry_backoff": " for its next attempt", "resume_delay": " before it resumes"}
@@ -310,15 +343,19 @@ def _dependencies(reason: DependenciesReason) -> str:
             needed = "one of its dependencies has succeeded"
         case quorum:
             needed = f"{quorum.k} of its dependencies have succeeded"
-    found = [f"{edge.upstream_execution_id} ({_upstream(edge)})" for edge in reason.edges[:_MAX_LISTED]]
-    more = reason.unmet_count - len(found)
-    upstreams = ", ".join(found) + (f" and {more} more" if found and more > 0 else "")
-    return f"until {needed}; {reason.unmet_count} unresolved" + (f": {upstreams}" if upstreams else "")
+    return f"until {needed}; {reason.unmet_count} unresolved{_upstreams(reason.edges, reason.unmet_count)}"
+
+
+def _upstreams(edges: Sequence[UnmetEdge], count: int) -> str:
+    found = [_upstream(edge) for edge in edges[:_MAX_LISTED]]
+    more = count - len(found)
+    return f": {', '.join(found)}{f' and {more} more' if more > 0 else ''}" if found else ""
 
 
 def _upstream(edge: UnmetEdge) -> str:
+    kind = "" if edge.execution_kind is None else f"{shorten(edge.execution_kind)} "
     state = "deleted" if edge.public_state is None else edge.public_state.value.replace("_", " ")
-    return state if edge.is_applied else f"{state}, not applied"
+    return f"{kind}{edge.upstream_execution_id} ({state}{'' if edge.is_applied else ', not applied'})"
 
 
 def _awaited(waitpoints: Sequence[OpenWaitpoint]) -> str:

@@ -43,6 +43,7 @@ class FlowStatus(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
+    """Its stored state is one that this version does not know."""
 
 
 class CancellationPolicy(StrEnum):
@@ -299,7 +300,7 @@ class FlowEnded:
 
 def status_of_flow(public_flow_state: str, derived_state: str) -> FlowStatus:
     """Return how lists show a flow with these stored states."""
-    if public_flow_state == FlowState.CANCELLED:
+    if FlowState.CANCELLED in (public_flow_state, derived_state):
         return FlowStatus.CANCELLED
     match derived_state:
         case FlowState.OPEN | FlowState.RUNNING | FlowState.BLOCKED:

@@ -72,7 +72,7 @@ def check_graph(
     kinds: list[str] = []
     refs: list[str | None] = []
     inbound = [0] * len(names)
-    kind: object = None
+    kind: object = _UNCHECKED
     for nth, given in enumerate(edges):
         edge = given if type(given) is FlowEdge else part_of(given, FlowEdge, f"edges[{nth}]")
         # Most names are known; only the others pay for the text of an error.
@@ -101,6 +101,7 @@ def check_graph(
 
 
 _DEFAULT: EdgePolicy = AllOfEdges()
+_UNCHECKED = object()
 
 
 def _unknown_node(edge: FlowEdge, names: Mapping[str, int], place: str) -> EngineError:

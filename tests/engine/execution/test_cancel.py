@@ -147,7 +147,11 @@ async def check_source_needs_lease(source: str, engine: Engine, given: Given, ro
     named: dict[str, Any] = {"execution_id": handle.execution_id, "reason": "x", "source": source}
     async with rows.unchanged():
         for wrong, code in refusals:
-            await refused(engine.cancel_execution(**named, **wrong), code)
+            refusal = await refused(engine.cancel_execution(**named, **wrong), code)
+            if code == "stale_lease":
+                (field,) = [name for name, value in wrong.items() if value != getattr(handle, name)]
+                is_and_got = f"is {getattr(handle, field)}, got {wrong[field]}"
+                assert refusal.detail == f"{field}: that of the current lease {is_and_got}"
     await engine.cancel_execution(**named, **fence)
     assert (await rows.execution(handle.execution_id))["cancelled_by"] == source
     for fields in (["lease_id", "lease_epoch"], ["lease_id", "lease_epoch", "attempt_id"]):

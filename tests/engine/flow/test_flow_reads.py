@@ -4,9 +4,12 @@ from uuid import uuid4
 
 import pytest
 
+from engine.flow.driving import DrivenFlow
 from engine.flow.graphs import BuiltFlow
+from engine.flow.submitting import node
 from engine.state import all_cases, refused
 from fixtures import Clock, Explain, Given, Rows
+from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.edge import (
     AllOfEdges,
@@ -17,7 +20,15 @@ from flowfabric.model.edge import (
     Outgoing,
     QuorumOfEdges,
 )
-from flowfabric.model.explanation import MAX_EDGES, DependenciesReason, HeldReason, UnmetEdge
+from flowfabric.model.explanation import (
+    MAX_EDGES,
+    MAX_FAILED_EDGES,
+    DependenciesReason,
+    EndedReason,
+    HeldReason,
+    ImpossibleReason,
+    UnmetEdge,
+)
 from flowfabric.model.flow import FlowSnapshot
 from flowfabric.model.ids import FlowId
 from flowfabric.model.tag import TagsSet
@@ -168,10 +179,16 @@ async def test_an_execution_that_waits_for_dependencies_is_explained(flow: Built
     (reason,) = found.reasons
     assert isinstance(reason, DependenciesReason)
     edges = {
-        applied: UnmetEdge(edge_id=applied, upstream_execution_id=first, public_state="waiting"),  # type: ignore[arg-type]
+        applied: UnmetEdge(
+            edge_id=applied,
+            upstream_execution_id=first,
+            execution_kind="job",
+            public_state="waiting",  # type: ignore[arg-type]
+        ),
         staged: UnmetEdge(
             edge_id=staged,
             upstream_execution_id=second,
+            execution_kind="job",
             public_state="waiting",  # type: ignore[arg-type]
             is_applied=False,
         ),
@@ -180,7 +197,53 @@ async def test_an_execution_that_waits_for_dependencies_is_explained(flow: Built
     assert (reason.unmet_count, {edge.edge_id: edge for edge in reason.edges}) == (2, edges)
     assert reason.detail == f"1 dep(s) unresolved incl {applied}"
     assert found.summary.startswith("waiting children until 2 of its dependencies have succeeded; 2 unresolved: ")
-    assert f"{second} (waiting, not applied)" in found.summary
+    assert f"job {second} (waiting, not applied)" in found.summary
+
+
+async def test_a_skipped_execution_is_explained_by_the_upstream_executions_without_success(
+    engine: Engine, rows: Rows, explain: Explain, clock: Clock
+) -> None:
+    members = [node(name, execution_kind=f"kind {name}") for name in "abcdez"]
+    quorum = QuorumOfEdges(4, OnSatisfied.LET_RUN)
+    driven = await DrivenFlow.submit(engine, rows, members, "a>b a>z b>z c>z d>z e>z", groups={"z": quorum})
+    await driven.succeed("c")
+    await driven.fail("a")
+    await driven.cancel("d")
+    found = await explain(driven.id("z"))
+    ended, reason = found.reasons
+    assert isinstance(ended, EndedReason)
+    assert isinstance(reason, ImpossibleReason)
+    assert (reason.policy, reason.needed_count, reason.total_count, reason.failed_count) == (quorum, 4, 5, 3)
+    upstreams = [(edge.upstream_execution_id, edge.execution_kind, edge.public_state) for edge in reason.edges]
+    assert set(upstreams) == {
+        (driven.id("a"), "kind a", "failed"),
+        (driven.id("b"), "kind b", "skipped"),
+        (driven.id("d"), "kind d", "cancelled"),
+    }
+    assert upstreams[-1][2] == "skipped"
+    named = ", ".join(f"{kind} {execution_id} ({state})" for execution_id, kind, state in upstreams)
+    assert found.summary.endswith(f"; 3 of 5 dependencies ended without success, 4 must succeed: {named}")
+    assert (await explain(driven.id("b"))).summary.endswith(
+        f"; 1 of 1 dependencies ended without success, 1 must succeed: kind a {driven.id('a')} (failed)"
+    )
+    assert [each.kind for each in (await explain(driven.id("a"))).reasons] == ["ended"]
+
+
+async def test_an_explanation_of_a_skipped_execution_lists_at_most_ten_dependencies(
+    engine: Engine, rows: Rows, explain: Explain
+) -> None:
+    names = [f"n{at}" for at in range(MAX_FAILED_EDGES + 1)]
+    policy = AnyOfEdges(OnSatisfied.LET_RUN)
+    pairs = " ".join(f"{name}>z" for name in names)
+    driven = await DrivenFlow.submit(engine, rows, [*map(node, names), node("z")], pairs, groups={"z": policy})
+    for name in names:
+        await driven.cancel(name)
+    found = await explain(driven.id("z"))
+    reason = found.reasons[-1]
+    assert isinstance(reason, ImpossibleReason)
+    assert (len(reason.edges), reason.failed_count, reason.needed_count) == (MAX_FAILED_EDGES, len(names), 1)
+    assert "; 11 of 11 dependencies ended without success, 1 must succeed: job " in found.summary
+    assert found.summary.endswith(" and 8 more")
 
 
 async def test_an_explanation_lists_at_most_a_hundred_dependencies(flow: BuiltFlow, explain: Explain) -> None:

@@ -1,5 +1,7 @@
 """A submitted flow is stored as a whole: its members, edges and groups, and what can start at once."""
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import asyncpg
@@ -9,7 +11,7 @@ from engine.state import DELAYED, WAITING, event_texts, vector
 from fixtures import Clock, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.edge import AllOfEdges, AnyOfEdges, EdgePolicy, OnSatisfied, QuorumOfEdges
-from flowfabric.model.flow import FlowEdge, FlowSubmitted
+from flowfabric.model.flow import FlowEdge, FlowNode, FlowSubmitted
 from flowfabric.model.ids import Partitions, flow_partition, parse_uuid
 
 from .submitting import edges, flow, names_of, node, nodes, submitted
@@ -208,6 +210,25 @@ async def test_every_field_of_a_node_is_stored_as_a_submission_stores_it(
     (event,) = await rows.events(answer.execution_ids["tagged"])
     assert (event["kind"], event["flow_id"], event["instance_tag"]) == ("tag_attached", answer.flow_id, "one")
     assert vector(await rows.execution(answer.execution_ids["late"])) == DELAYED
+
+
+class MadeWhenRead(Sequence[FlowNode]):
+    """Nodes that nothing keeps after they are read; each has another replay limit."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, at: Any) -> Any:
+        if at >= len(self):
+            raise IndexError
+        return node(f"n{at}", policy={"max_replay_count": 100 + at})
+
+
+async def test_each_node_of_a_lazy_sequence_keeps_its_own_policy(engine: Engine, rows: Rows) -> None:
+    answer = await engine.submit_flow(**flow(MadeWhenRead()))
+    assert isinstance(answer, FlowSubmitted)
+    for at, execution_id in enumerate(answer.execution_ids.values()):
+        assert json.loads((await rows.execution(execution_id))["policy"]) == {"max_replay_count": 100 + at}
 
 
 async def test_a_flow_whose_roots_are_delayed_is_blocked(engine: Engine, rows: Rows, clock: Clock) -> None:

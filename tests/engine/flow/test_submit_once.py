@@ -17,7 +17,7 @@ from flowfabric.engine.flow import submit
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import ContentionError, TransportError
 from flowfabric.model.flow import FlowAlreadySatisfied, FlowSubmitted
-from flowfabric.model.ids import Partitions, flow_partition
+from flowfabric.model.ids import FlowId, Partitions, flow_partition, mint_for_flow
 from flowfabric.settings import Settings
 
 from .submitting import flow, node, nodes, submitted
@@ -178,6 +178,26 @@ async def test_a_submission_whose_connection_is_cut_is_repeated_and_carried_out_
                     }
                     edges = await rows.of("edge", flow_id=answer.flow_id)
                     assert {row["edge_id"] for row in edges} == set(answer.edge_ids)
+
+
+async def test_a_retry_takes_a_flow_for_another_if_the_caller_has_given_all_ids(
+    url: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arguments() -> dict[str, Any]:
+        flow_id = FlowId(uuid4())
+        return {**flow([node("a", execution_id=mint_for_flow(flow_id, Partitions()))]), "flow_id": flow_id}
+
+    monkeypatch.setattr(submission, "PAUSE_SECONDS", (0.005, 0.05))
+    settings: dict[str, Any] = {"database_pool_size": 1, "listen": False}
+    async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url, **settings)) as engine:
+        count, answer = 0, None
+        while not isinstance(answer, FlowAlreadySatisfied):
+            count += 1
+            proxy.arm(Fault(action=Action.CUT_BEFORE, side=Side.SERVER, nth=count))
+            answer = await engine.submit_flow(**arguments())
+            proxy.arm(None)
+            await proxy.settled()
+        assert await stored(rows) == dict.fromkeys(TABLES, 0) | dict.fromkeys(("flow", "execution", "ready"), count)
 
 
 async def test_without_patience_a_lost_answer_is_reported_and_a_repeat_finds_the_flow(url: str, rows: Rows) -> None:

@@ -20,6 +20,7 @@ LONE_SURROGATE = "half \ud800 a character"
 ANY = {"kind": "any_of", "on_satisfied": "let_run"}
 NO_LISTS: list[Any] = [None, 5, b"ab", iter([]), {"a": 1}]
 NO_NAMES: list[Any] = ["", None, 5, "\0", []]
+WRONG_EFFECTS: list[Any] = ["perhaps", None, 5, []]
 
 Refusal = tuple[dict[str, Any], str, str]
 
@@ -95,6 +96,11 @@ EDGES: list[Refusal] = [
     (edge(upstream=None), "invalid_input", "edges[1].upstream: no node has the name None"),
     (edge(downstream="a"), "self_referencing_edge", "edges[1]: node 'a' cannot depend on itself"),
     *((edge(dependency_kind=wrong), "invalid_input", "edges[1].dependency_kind: must") for wrong in ("", None, "\0")),
+    (
+        flow("a b", [FlowEdge(upstream="a", downstream="b", dependency_kind=None)]),  # type: ignore[arg-type]
+        "invalid_input",
+        "edges[0].dependency_kind: must",
+    ),
     *(
         (edge(data_passing_ref=wrong), "invalid_input", "edges[1].data_passing_ref:")
         for wrong in (5, LONE_SURROGATE, "r" * 1025)
@@ -116,9 +122,33 @@ GROUPS: list[Refusal] = [
     (grouped(c=ANY), "invalid_input", "groups['c']: no node has this name"),
     (grouped(a=ANY), "invalid_input", "groups['a']: the node has no inbound edges"),
     (grouped(b=5), "invalid_input", "groups['b']: expected AllOfEdges, AnyOfEdges or QuorumOfEdges, got 5"),
-    (grouped(b={"kind": "some_of"}), "invalid_input", "groups['b']: "),
-    (grouped(b={"kind": "any_of"}), "invalid_input", "groups['b']: "),
-    (grouped(b=AnyOfEdges("perhaps")), "invalid_input", "groups['b']: on_satisfied must be"),  # type: ignore[arg-type]
+    *(
+        (
+            grouped(b=wrong),
+            "invalid_input",
+            f"groups['b']: kind must be all_of, any_of or quorum, got {wrong.get('kind')!r}",
+        )
+        for wrong in ({"kind": "some_of"}, {"kind": ["any_of"]}, {"on_satisfied": "let_run"}, {})
+    ),
+    (grouped(b={"kind": "any_of"}), "invalid_input", "groups['b']: a policy of kind any_of needs on_satisfied"),
+    (grouped(b={"kind": "quorum"}), "invalid_input", "groups['b']: a policy of kind quorum needs k and on_satisfied"),
+    (grouped(b={**ANY, "k": 2}), "invalid_input", "groups['b']: a policy of kind any_of has no field 'k'"),
+    (grouped(b={**ANY, 5: 2}), "invalid_input", "groups['b']: a policy of kind any_of has no field 5"),
+    (grouped(b={"kind": "all_of", "k": 2}), "invalid_input", "groups['b']: a policy of kind all_of has no field 'k'"),
+    (
+        grouped(b={"kind": "any_of", "on_satisfied": "stop"}),
+        "invalid_input",
+        "groups['b']: on_satisfied must be cancel_remaining or let_run, got 'stop'",
+    ),
+    (
+        grouped(b={**ANY, "kind": "quorum", "k": "2"}),
+        "invalid_input",
+        "groups['b']: quorum k must be an integer up to 2147483647, got '2'",
+    ),
+    *(
+        (grouped(b=AnyOfEdges(wrong)), "invalid_input", "groups['b']: on_satisfied must be cancel_remaining or let_run")
+        for wrong in WRONG_EFFECTS
+    ),
     (grouped(b=QuorumOfEdges(0, OnSatisfied.LET_RUN)), "invalid_input", "groups['b']: quorum k must be >= 1"),
     (
         grouped(b=QuorumOfEdges(2**31, OnSatisfied.LET_RUN)),

@@ -136,7 +136,9 @@ async def test_only_a_suspended_execution_can_be_resumed_and_only_with_valid_arg
     await connection.execute("delete from suspension where execution_id = $1", uuid_of(broken.execution_id))
     async with rows.unchanged():
         for execution_id in others:
-            await refused(engine.resume_execution(execution_id=execution_id), "execution_not_suspended")
+            refusal = await refused(engine.resume_execution(execution_id=execution_id), "execution_not_suspended")
+            phase = (await rows.execution(execution_id))["lifecycle_phase"]
+            assert str(refusal.detail).startswith(f"execution {execution_id} is {phase}")
         await refused(engine.resume_execution(execution_id=ABSENT), "execution_not_found")
     suspended = await waiting(engine, given, lane_id="other")
     wrong: list[tuple[dict[str, Any], str]] = [

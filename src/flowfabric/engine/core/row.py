@@ -180,7 +180,7 @@ async def lock_execution(transaction: Transaction, execution_id: ExecutionId) ->
     """Lock an execution's row, waiting for it, so that the next statement decides from its latest version."""
     locked = await lock_execution_if_exists(transaction, execution_id)
     if locked is None:
-        raise error("execution_not_found")
+        raise error("execution_not_found", execution_id)
     return locked
 
 

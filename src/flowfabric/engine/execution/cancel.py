@@ -47,8 +47,8 @@ class Cancel:
 
     async def cancel_execution(
         self,
-        *,
         execution_id: ExecutionId | str,
+        *,
         reason: str,
         source: str = CancelSource.OPERATOR_OVERRIDE,
         lease_id: UUID | str | None = None,
@@ -78,12 +78,13 @@ class Cancel:
                     f"fence_required: source {source!r} may cancel a running execution only with its lease_id and"
                     f" lease_epoch; give both, or use source {CancelSource.OPERATOR_OVERRIDE.value!r}",
                 )
-            if (
-                locked.lease_id != expected_lease
-                or locked.lease_epoch != lease_epoch
-                or (expected_attempt is not None and locked.attempt_id != expected_attempt)
+            for field, given, current in (
+                ("lease_id", expected_lease, locked.lease_id),
+                ("lease_epoch", lease_epoch, locked.lease_epoch),
+                ("attempt_id", expected_attempt or locked.attempt_id, locked.attempt_id),
             ):
-                raise error("stale_lease")
+                if given != current:
+                    raise error("stale_lease", f"{field}: that of the current lease is {current}, got {given}")
 
         async def end(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
             locked = await lock_execution(transaction, parsed)

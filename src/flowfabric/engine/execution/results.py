@@ -53,7 +53,7 @@ class Results(SharedWaits[ExecutionId, Ended]):
 def _ended(execution_id: ExecutionId, row: Record) -> Ended | EngineError:
     """The end of an execution as stored; an unreadable one is the error for its own waiters only."""
     if row["terminal_outcome"] is None:
-        return error("execution_not_found")
+        return error("execution_not_found", execution_id)
     try:
         outcome = literal(
             TerminalOutcome,

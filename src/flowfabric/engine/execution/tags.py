@@ -66,6 +66,6 @@ class Tags:
         except StoreFault as fault:
             raise error_of(fault, f"execution {parsed}") from fault
         if not rows:
-            raise error("execution_not_found")
+            raise error("execution_not_found", parsed)
         if rows[0]["has_events"]:
             self._store.wakeups.events(EventFamily.INSTANCE_TAG)

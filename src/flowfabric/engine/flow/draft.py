@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from flowfabric.engine.execution.checking import Submission, Submissions, required_of
 from flowfabric.engine.store import QueueNames, Store
@@ -30,6 +30,9 @@ NODES_PER_TURN = 1_000
 
 _FIELDS = {"invalid_tag_key": "tags: ", "invalid_policy_json": "policy: ", "invalid_capabilities": "policy: "}
 """The field of a node that errors are about whose message does not begin with it."""
+
+_Policies: TypeAlias = dict[int, tuple[Mapping[str, Any], ExecutionPolicy | None]]
+"""Parsed policies by the ids of their mappings, which are kept: a new object may get the id of a deleted one."""
 
 
 class NewFlow(NamedTuple):
@@ -101,7 +104,7 @@ class Drafts:
         news: list[NewExecution] = []
         members: list[Submission] = []
         queues: dict[QueueNames, str] = {}
-        policies: dict[int, ExecutionPolicy | None] = {}
+        policies: _Policies = {}
         for nth, (given, uuid) in enumerate(zip(new.nodes, tuple(uuids), strict=True)):
             node = part_of(given, FlowNode, f"nodes[{nth}]")
             add_name(names, node.name, f"nodes[{nth}]")
@@ -166,15 +169,13 @@ def _given_uuid(given: object, partition_key: int, flow_id: FlowId, given_ids: d
     return uuid
 
 
-def _execution_of(
-    node: FlowNode, namespace: str, execution_id: str, policies: dict[int, ExecutionPolicy | None]
-) -> NewExecution:
+def _execution_of(node: FlowNode, namespace: str, execution_id: str, policies: _Policies) -> NewExecution:
     policy = node.policy
     if isinstance(policy, Mapping):
         # A dictionary cannot be hashed, so one that many nodes share is parsed once here.
-        if id(policy) not in policies:
-            policies[id(policy)] = parse_policy(policy)
-        policy = policies[id(policy)]
+        if (known := policies.get(id(policy))) is None:
+            known = policies[id(policy)] = (policy, parse_policy(policy))
+        policy = known[1]
     return NewExecution(
         namespace=namespace,
         lane_id=node.lane_id,

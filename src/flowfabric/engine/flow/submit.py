@@ -268,7 +268,10 @@ class SubmitFlow:
 
 
 def _own_ids(draft: Draft) -> dict[str, object]:
-    """An id that only this call has minted, by which it recognises a flow that an earlier try has created."""
+    """An id that only this call has minted, by which it recognises a flow that an earlier try has created.
+
+    There is none if the caller has given the ids of all nodes and there are no edges.
+    """
     if draft.edge_uuids:
         return {"minted_execution_id": None, "minted_edge_id": draft.edge_uuids[0]}
     return {"minted_execution_id": draft.minted_uuid, "minted_edge_id": None}

@@ -270,7 +270,7 @@ class Finish:
         partition, uuid = split_execution_id(execution_id)
         rows = await self._store.fetch(SQL.read_retry_state, partition_key=partition, execution_id=uuid)
         if not rows:
-            raise error("execution_not_found")
+            raise error("execution_not_found", execution_id)
         return read_stored_policy(rows[0]["policy"]), rows[0]["retry_count"]
 
 

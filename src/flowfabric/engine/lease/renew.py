@@ -141,7 +141,7 @@ class Renewals:
         (answer,) = self._judge([handle], rows)
         if isinstance(answer, Renewed):
             return answer
-        raise answer if isinstance(answer, Exception) else error("execution_not_found")
+        raise answer if isinstance(answer, Exception) else error("execution_not_found", handle.execution_id)
 
     async def _after_commit(self, handles: Sequence[Handle], rows: Sequence[Record]) -> None:
         self._wake_feed(rows)

@@ -10,11 +10,12 @@ from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import literal, required, vector
 from flowfabric.engine.store import Store
-from flowfabric.model.edge import DependencyState, edge_policy_of
+from flowfabric.model.edge import DependencyState, EdgePolicy, edge_policy_of
 from flowfabric.model.errors import error
 from flowfabric.model.explanation import (
     MAX_AHEAD,
     MAX_EDGES,
+    MAX_FAILED_EDGES,
     BudgetReason,
     DelayedReason,
     DependenciesReason,
@@ -22,6 +23,7 @@ from flowfabric.model.explanation import (
     Explanation,
     GrantedReason,
     HeldReason,
+    ImpossibleReason,
     LastFailure,
     LeaseLostReason,
     NoCapableWorkerReason,
@@ -67,7 +69,7 @@ _PAUSED = frozenset(
 )
 _HELD = frozenset({EligibilityState.BLOCKED_BY_OPERATOR, EligibilityState.BLOCKED_BY_LANE_STATE})
 
-_read_edges = msgspec.json.Decoder(list[tuple[UUID, UUID, str, str | None]]).decode
+_read_edges = msgspec.json.Decoder(list[tuple[UUID, UUID, str, str | None, str | None]]).decode
 _read_waitpoints = msgspec.json.Decoder(list[tuple[UUID, str, tuple[str, ...]]]).decode
 
 
@@ -85,7 +87,7 @@ class Explain:
             SQL.read_reasons, partition_key=partition, execution_id=uuid, most=MAX_AHEAD, edges=MAX_EDGES
         )
         if not rows:
-            raise error("execution_not_found")
+            raise error("execution_not_found", parsed)
         row = rows[0]
         context = f"explain {parsed}"
         state = vector(row, context)
@@ -105,6 +107,8 @@ def _reasons(row: Record, state: StateVector, context: str) -> Iterator[Reason]:
         case LifecyclePhase.TERMINAL:
             reason = row["failure_reason"] if row["cancellation_reason"] is None else row["cancellation_reason"]
             yield EndedReason(outcome=state.terminal_outcome, reason=reason, completed_at=row["completed_at"])
+            if row["impossible_count"]:
+                yield _impossible(row, context)
             return
         case LifecyclePhase.ACTIVE:
             yield _lease(row, state)
@@ -192,22 +196,37 @@ def _signals(row: Record) -> SignalsReason:
 def _dependencies(row: Record, context: str) -> DependenciesReason:
     if row["group_policy"] is None:
         return DependenciesReason(detail=row["blocking_detail"])
-    found = _read_edges(row["unmet_edges"]) if row["unmet_edges"] else []
     return DependenciesReason(
-        detail=row["blocking_detail"],
-        policy=edge_policy_of(row["group_policy"], row["group_k"], row["group_on_satisfied"]),
-        edges=tuple(
-            UnmetEdge(
-                edge_id=EdgeId(edge_id),
-                upstream_execution_id=format_execution_id(row["partition_key"], upstream_id),
-                public_state=None
-                if public_state is None
-                else literal(PublicState, public_state, context=context, field="public_state"),
-                is_applied=state != DependencyState.STAGED,
-            )
-            for edge_id, upstream_id, state, public_state in found
-        ),
-        unmet_count=row["unmet_count"],
+        detail=row["blocking_detail"], policy=_policy(row), edges=_edges(row, context), unmet_count=row["unmet_count"]
+    )
+
+
+def _impossible(row: Record, context: str) -> ImpossibleReason:
+    return ImpossibleReason(
+        policy=_policy(row),
+        total_count=row["staged_count"],
+        failed_count=row["impossible_count"],
+        edges=_edges(row, context)[:MAX_FAILED_EDGES],
+    )
+
+
+def _policy(row: Record) -> EdgePolicy:
+    return edge_policy_of(row["group_policy"], row["group_k"], row["group_on_satisfied"])
+
+
+def _edges(row: Record, context: str) -> tuple[UnmetEdge, ...]:
+    found = _read_edges(row["unmet_edges"]) if row["unmet_edges"] else []
+    return tuple(
+        UnmetEdge(
+            edge_id=EdgeId(edge_id),
+            upstream_execution_id=format_execution_id(row["partition_key"], upstream_id),
+            execution_kind=kind,
+            public_state=None
+            if public_state is None
+            else literal(PublicState, public_state, context=context, field="public_state"),
+            is_applied=state != DependencyState.STAGED,
+        )
+        for edge_id, upstream_id, state, public_state, kind in found
     )
 
 

@@ -1,6 +1,7 @@
 -- name: read_reasons
 -- One execution and what it waits for: how many are ahead of it, how many workers could run it, its waitpoints, up to :edges of its
--- unresolved dependencies, and its last failure. The executions ahead are counted over all routes of its lane, up to :most.
+-- unresolved dependencies, and its last failure. The executions ahead are counted over all routes of its lane, up to :most. If it was
+-- skipped, up to :edges of its dependencies that ended without success; those whose upstream execution was skipped too come last.
 with clock as materialized (select ff_now() as now),
 subject as materialized (
   select e.partition_key, e.execution_id, e.place, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.blocking_reason,
@@ -52,7 +53,8 @@ select s.lifecycle_phase, s.ownership_state, s.eligibility_state, s.blocking_rea
        case when s.granted_until > c.now then s.granted_until end as granted_until,
        g.worker_id as granted_worker_id, g.worker_instance_id as granted_worker_instance_id,
        p.suspension_id, p.reason_code, p.timeout_at, p.waitpoints,
-       s.partition_key, d.policy as group_policy, d.k as group_k, d.on_satisfied as group_on_satisfied, d.unmet_count, d.unmet_edges,
+       s.partition_key, d.policy as group_policy, d.k as group_k, d.on_satisfied as group_on_satisfied, d.staged_count, d.unmet_count,
+       d.impossible_count, d.unmet_edges,
        f.attempt_index as failed_index, f.failure_reason as last_failure_reason, f.failure_category as last_failure_category
   from subject s
  cross join clock c
@@ -72,18 +74,24 @@ select s.lifecycle_phase, s.ownership_state, s.eligibility_state, s.blocking_rea
         where p.partition_key = :partition_key and p.execution_id = :execution_id and p.suspension_id = s.suspension_id
           and s.lifecycle_phase = 'suspended' and p.closed_at is null offset 0) p on true
   left join lateral (
-       select d.policy, d.k, d.on_satisfied, d.staged_count - d.succeeded_count - d.failed_count - d.skipped_count as unmet_count,
-              (select jsonb_agg(jsonb_build_array(x.edge_id, x.upstream_id, x.state, u.public_state) order by x.edge_id)
+       select d.policy, d.k, d.on_satisfied, d.staged_count, d.failed_count + d.skipped_count as impossible_count,
+              d.staged_count - d.succeeded_count - d.failed_count - d.skipped_count as unmet_count,
+              (select jsonb_agg(jsonb_build_array(x.edge_id, x.upstream_id, x.state, u.public_state, u.execution_kind)
+                                order by u.public_state is not distinct from 'skipped', x.edge_id)
                  from (select x.edge_id, x.upstream_id, x.state from edge x
                         where x.downstream_id = s.execution_id and x.partition_key is not distinct from s.partition_key
-                          and x.flow_id is not distinct from s.flow_id and x.state in ('staged', 'unsatisfied')
+                          and x.flow_id is not distinct from s.flow_id
+                          and case s.terminal_outcome when 'skipped' then x.state = 'impossible' else x.state in ('staged', 'unsatisfied') end
                         limit :edges) x
                  left join lateral (
-                      select u.public_state from execution u
+                      select u.public_state, k.execution_kind
+                        from execution u
+                        left join queue q on q.queue_no = u.queue_no
+                        left join kind k on k.kind_no = q.kind_no
                        where u.partition_key = s.partition_key and u.execution_id = x.upstream_id limit 1) u on true) as unmet_edges
          from edge_group d
         where d.partition_key = s.partition_key and d.flow_id = s.flow_id and d.downstream_id = s.execution_id
-          and s.eligibility_state = 'blocked_by_dependencies' limit 1) d on true
+          and (s.eligibility_state = 'blocked_by_dependencies' or s.terminal_outcome = 'skipped') limit 1) d on true
   left join lateral (
        select a.attempt_index, a.failure_reason, a.failure_category
          from attempt a

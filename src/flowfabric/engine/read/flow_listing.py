@@ -36,6 +36,8 @@ LONGEST_READ = 1000
 FIRST_CAP = 2_000
 GROWTH = 4
 _FIRST_ID = UUID(int=0)
+_WANTED = [status for status in FlowStatus if status is not FlowStatus.UNKNOWN]
+"""The statuses to filter by; the states behind the unknown one are not known."""
 
 
 class _Position(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -143,8 +145,9 @@ def _before(position: _Position) -> dict[str, object]:
 
 
 def _check_status(value: object) -> FlowStatus:
-    if (status := word_of(FlowStatus, value)) is None:
-        raise error("invalid_input", f"status: expected one of {', '.join(FlowStatus)}, got {shown(value)}")
+    status = word_of(FlowStatus, value)
+    if status is None or status not in _WANTED:
+        raise error("invalid_input", f"status: expected one of {', '.join(_WANTED)}, got {shown(value)}")
     return status
 
 

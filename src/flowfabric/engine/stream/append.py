@@ -291,7 +291,7 @@ def _refusal(batch: FrameBatch, row: Record, verdict: str) -> Refusal:
     writer = batch.writer
     match verdict:
         case "not_found":
-            return lambda: error("execution_not_found")
+            return lambda: error("execution_not_found", writer.execution_id)
         case "not_active":
             detail = f"the execution is {row['lifecycle_phase']}; frames are accepted only while its attempt runs"
             return lambda: error("stream_closed", detail)

@@ -194,7 +194,7 @@ class Signals:
             SQL.read_for_approval, partition_key=partition, execution_id=uuid, waitpoint_id=waitpoint
         )
         if not rows:
-            raise error("execution_not_found")
+            raise error("execution_not_found", parsed)
         stored_lane, token = rows[0]
         if lane_id is not None and lane_id != stored_lane:
             raise error("invalid_input", f"lane_mismatch: args.lane_id={lane_id} exec_core.lane_id={stored_lane}")
@@ -285,7 +285,7 @@ class Signals:
             suspension_id=suspension_id,
         )
         if not rows:
-            raise error("execution_not_found")
+            raise error("execution_not_found", handle.execution_id)
         return rows
 
     async def drain(self) -> None:
@@ -324,7 +324,7 @@ class Signals:
                 if row["phase"] is not None
                 else LOCKED
                 if row["exists"]
-                else [error("execution_not_found") for _ in batch.signals]
+                else [error("execution_not_found", batch.execution_id) for _ in batch.signals]
                 for batch, row in zip(batches, found, strict=True)
             ]
             return outcome

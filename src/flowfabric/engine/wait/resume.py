@@ -103,8 +103,8 @@ class Resumes:
 
     async def resume_execution(
         self,
-        *,
         execution_id: ExecutionId | str,
+        *,
         trigger_type: ResumeTrigger | str = ResumeTrigger.SIGNAL,
         resume_delay_ms: int = 0,
     ) -> Resumed:
@@ -123,10 +123,11 @@ class Resumes:
 
         async def apply(transaction: Transaction) -> list[Record]:
             locked = await lock_execution(transaction, parsed)
-            is_suspended = locked.lifecycle_phase == LifecyclePhase.SUSPENDED
+            if locked.lifecycle_phase != LifecyclePhase.SUSPENDED:
+                raise error("execution_not_suspended", f"execution {parsed} is {locked.lifecycle_phase}")
             rows = await transaction.fetch(SQL.read_is_waiting, partition_key=partition, execution_id=uuid)
-            if not is_suspended or not any(row["is_open"] for row in rows):
-                raise error("execution_not_suspended")
+            if not any(row["is_open"] for row in rows):
+                raise error("execution_not_suspended", f"execution {parsed} is suspended, but its suspension is closed")
             return await self.within(transaction, [resume], cause)
 
         self.after_commit(await self._store.transact(apply, execution_id=parsed), cause)

@@ -156,7 +156,7 @@ class Suspend:
             began, (locked,) = await lock_executions(transaction, [request.execution_id])
             check_timeout_at(request.args.timeout_at, began)
             if locked is None:
-                raise error("execution_not_found")
+                raise error("execution_not_found", request.execution_id)
             return await self._suspend_locked(transaction, [request], began)
 
         answers, released = await self._store.transact(suspend, execution_id=request.execution_id)

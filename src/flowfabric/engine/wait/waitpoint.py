@@ -166,7 +166,7 @@ class Waitpoints:
             limit=page_size + 1,
         )
         if not rows:
-            raise error("execution_not_found")
+            raise error("execution_not_found", parsed)
         found = [row for row in rows if row["waitpoint_id"] is not None]
         entries = []
         for row in found[:page_size]:
