@@ -193,8 +193,10 @@ class Flow:
 
     def _connect(self, node: Node, pending: Sequence[Node | Group]) -> None:
         """Let a node wait for these nodes and groups, in addition to those that it waits for."""
-        nodes = list(node._upstreams)
         group = node._group
+        single: Node | Group | None = None
+        if group is None and node._upstreams:
+            single = self._nodes[next(iter(node._upstreams))]
         added: dict[int, None] = {}
         for each in pending:
             members = [each] if isinstance(each, Node) else each._nodes
@@ -203,11 +205,11 @@ class Flow:
                 if group is not None and group is not each:
                     raise _mixed(node, group, each)
                 group = each
+            else:
+                single = each if single is None else single
             added.update(dict.fromkeys(member._index for member in members))
-        if group is not None:
-            known = {member._index for member in group._nodes}
-            if others := [at for at in (*nodes, *added) if at not in known]:
-                raise _mixed(node, group, self._nodes[others[0]])
+        if group is not None and single is not None:
+            raise _mixed(node, group, single)
         new = [at for at in added if at not in node._upstreams]
         if self._edge_count + len(new) > MAX_EDGES:
             raise error(
