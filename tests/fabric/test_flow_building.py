@@ -133,6 +133,9 @@ class Made:
 
 REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda m: m.flow.add(extract._handler.function), TypeError, "expected a Task, got <function extract"),
+    (lambda m: m.flow.add(extract("x")), TypeError, "got a call of 'extract' .*write flow.add\\(extract, ...\\)"),
+    (lambda m: m.flow.add(extract.bind("x")), TypeError, "got a call of 'extract' .*write flow.add\\(extract, ...\\)"),
+    (lambda m: m.flow.add(extract, "x", "y"), TypeError, "task 'extract': takes 1 positional argument, got 2"),
     (lambda m: m.flow.add(foreign), TypeError, "task 'foreign' belongs to another fabric"),
     (lambda m: m.flow.add(extract.options(idempotency_key="k")), InvalidInputError, "fabric.flow\\(kind, id=...\\)"),
     (lambda m: m.flow.add(take), TypeError, "task 'take': missing a required argument: 'value'"),
