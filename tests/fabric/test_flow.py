@@ -128,7 +128,7 @@ async def test_results_of_every_shape_arrive_as_equal_values_in_every_place(url:
         several=(three, quoted),
         p=one_part,
     )
-    flow.add(take, "mixed", {"a": [three, {"b": (quoted, None)}], "c": 1.0}, three, "x", key=[quoted])
+    flow.add(take, "mixed", {"a": [three, {"b": [quoted, None]}], "c": 1.0}, three, "x", key=[quoted])
     flow.add(take, "large", flow.add(large), three)
     flow.add(take, "all", all_of([flow.add(number, n) for n in (5, 4, 6)]))
     async with fabric, fabric.worker():

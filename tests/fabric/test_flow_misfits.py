@@ -1,6 +1,7 @@
 """Results that do not fit where they are put: what fails, what is blamed, and that a retry is not tried."""
 
 import dataclasses
+from datetime import date
 from decimal import Decimal
 from typing import Any
 from uuid import uuid4
@@ -143,3 +144,35 @@ async def test_a_value_beside_results_is_not_blamed_on_them(url: str) -> None:
         f"{head} 'load_pairs', parameter 'rows': a value with {source} in it does not fit dict[str, int]: "
         "Expected `dict`, got `list`",
     ]
+
+
+async def test_a_result_that_its_parameter_would_change_is_refused(url: str) -> None:
+    fabric, seen = Fabric(url), list[Any]()
+
+    @fabric.task
+    async def word(value: str) -> str:
+        return value
+
+    @fabric.task
+    async def day() -> date:
+        return date(2026, 1, 31)
+
+    @fabric.task
+    async def take(values: dict[int, list[date | str]]) -> None:
+        seen.append(values)
+
+    flow = fabric.flow("nightly")
+    same, changed, dated = flow.add(word, "a"), flow.add(word, "2026-01-31"), flow.add(day)
+    good = flow.add(take, {7: [same, dated]})
+    bad = [flow.add(take, {7: [same], 8: [dated, changed]}), flow.add(take, {1: all_of([same, changed])})]
+    async with fabric, fabric.worker():
+        run = await flow.submit()
+        await run.run(good).result(timeout=TIMEOUT)
+        for node in bad:
+            with pytest.raises(RunFailed) as failed:
+                await run.run(node).result(timeout=TIMEOUT)
+            assert (
+                f"the result of task 'word' ({plain_id(run.run(changed).id)}) is '2026-01-31', which would arrive as "
+                "datetime.date(2026, 1, 31); annotate the result and the parameter with the same type"
+            ) in str(failed.value.reason)
+    assert seen == [{7: ["a", date(2026, 1, 31)]}]

@@ -20,6 +20,7 @@ from flowfabric.worker.upstreams import (
     ResultDeleted,
     ResultMisfit,
     UpstreamArguments,
+    change_of,
     misfit_of,
     read_arguments,
 )
@@ -115,9 +116,12 @@ def _bind(
     if filled is None:
         return handler.bind(payload, context)
     try:
-        return handler.bind(filled.payload, context)
+        bound = handler.bind(filled.payload, context)
     except InvalidInputError as refused:
         raise misfit_of(handler, filled) or refused from None
+    if changed := change_of(handler, filled):
+        raise changed
+    return bound
 
 
 def _call_in_thread(

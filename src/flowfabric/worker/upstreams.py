@@ -15,7 +15,7 @@ from flowfabric.engine.read.upstreams import UpstreamResult
 from flowfabric.model.edge import DependencyState
 from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.ids import plain_id
-from flowfabric.model.text import listed
+from flowfabric.model.text import listed, shown
 from flowfabric.worker.codec import encode, name_of, reason
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.running import Running
@@ -46,6 +46,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the place takes the first result, a list of all in this order, or a list of the first so many."""
     plain_bytes: list[int] = []
     """The positions of upstreams whose results are bytes, which are not stored as JSON."""
+    plain_json: list[int] = []
+    """The positions of upstreams whose results are equal to their JSON, and must still be after they are decoded."""
 
 
 class Described(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +80,8 @@ class UpstreamArguments(msgspec.Struct, frozen=True, kw_only=True):
     payload: bytes
     sources: Mapping[Path, UpstreamResult]
     """What was put in, by its path."""
+    unchanged: Sequence[Path]
+    """The paths of results that are equal to their JSON, and must still be after they are decoded."""
 
 
 def described(arguments: bytes, places: list[Place]) -> bytes:
@@ -100,17 +104,20 @@ def fill(payload: Described, results: Sequence[UpstreamResult]) -> UpstreamArgum
     satisfied = [result for result in results if result.dependency_state is DependencyState.SATISFIED]
     ranks = {str(result.upstream_id): rank for rank, result in enumerate(satisfied)}
     sources: dict[Path, UpstreamResult] = {}
+    unchanged: list[Path] = []
     tree: Tree = {}
     for place in payload.places:
         plain_bytes = {place.upstreams[at] for at in place.plain_bytes}
+        plain_json = {place.upstreams[at] for at in place.plain_json}
         taken = [_with_result(by_id.get(text), text) for text in _taken(place, ranks)]
         values = [_json_of(each, is_bytes=str(each.upstream_id) in plain_bytes) for each in taken]
         path = tuple(place.path)
         paths: list[Path] = [path] if place.take == "one" else [(*path, at) for at in range(len(taken))]
         sources.update(zip(paths, taken, strict=True))
+        unchanged += [at for at, each in zip(paths, taken, strict=True) if str(each.upstream_id) in plain_json]
         _graft(tree, path, values[0] if place.take == "one" else b"[" + b",".join(values) + b"]")
     arguments = _put_in(bytes(payload.arguments), tree)
-    return UpstreamArguments(payload=arguments, sources=sources)
+    return UpstreamArguments(payload=arguments, sources=sources, unchanged=unchanged)
 
 
 def _taken(place: Place, ranks: Mapping[str, int]) -> list[str]:
@@ -189,6 +196,38 @@ def misfit_of(handler: Handler, filled: UpstreamArguments) -> ResultMisfit | Non
             )
             return _misfit(handler, name, f"{fault}: {reason(refused)}")
     return None
+
+
+def change_of(handler: Handler, filled: UpstreamArguments) -> ResultMisfit | None:
+    """Return the error of a result that the annotation of its parameter changes; None if there is none."""
+    parts = _decode_names(filled.payload) if filled.unchanged else {}
+    codecs = dict(zip(handler.shape.names, handler.shape.codecs, strict=True))
+    names = {str(path[0]) for path in filled.unchanged}
+    values = {name: (codecs[name].decode(bytes(parts[name])), msgspec.json.decode(parts[name])) for name in names}
+    for name, *path in filled.unchanged:
+        value, plain = values[str(name)]
+        for step in path:
+            value, plain = _part_at(step, value, plain), plain[step]
+        if value != plain:
+            source = _listed([filled.sources[name, *path]])
+            return _misfit(
+                handler,
+                str(name),
+                f"{source} is {shown(plain)}, which would arrive as {shown(value)}; annotate the result and the "
+                "parameter with the same type",
+            )
+    return None
+
+
+def _part_at(step: Any, value: object, plain: Any) -> Any:
+    """Return the part of a decoded list, tuple or dict that comes from this part of its JSON."""
+    if isinstance(value, list | tuple) or (isinstance(value, dict) and step in value):
+        return value[step]
+    if isinstance(value, dict):
+        # The keys are decoded too.
+        return list(value.values())[list(plain).index(step)]
+    # This version of the task takes another type than the one that was submitted.
+    return plain[step]
 
 
 def _misfit(handler: Handler, name: str, text: str) -> ResultMisfit:
