@@ -3,7 +3,10 @@
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from datetime import date
+from decimal import Decimal
+from enum import Enum
+from typing import Any, NamedTuple, NotRequired, TypedDict
 from uuid import UUID, uuid4
 
 import msgspec
@@ -52,6 +55,69 @@ async def typed(rows: dict[str, list[bytes]], pair: tuple[int, str] | None = Non
     return len(rows)
 
 
+class Color(Enum):
+    RED = "red"
+
+
+class Row(TypedDict):
+    at: date
+    note: NotRequired[str]
+
+
+class Pair(NamedTuple):
+    left: int
+    right: str
+
+
+@fabric.task
+async def raw() -> bytes:
+    return b"\xff"
+
+
+@fabric.task
+async def ratio() -> float:
+    return 2.0
+
+
+@fabric.task
+async def word() -> str:
+    return "word"
+
+
+@fabric.task
+async def day() -> date:
+    return date(2026, 1, 31)
+
+
+@fabric.task
+async def days() -> list[date]:
+    return [date(2026, 1, 31)]
+
+
+@fabric.task
+async def report() -> Report:
+    return Report(1)
+
+
+@fabric.task
+async def shapes(
+    *,
+    number: int = 0,
+    text: str = "",
+    texts: list[str] | None = None,
+    either: date | str = "",
+    decimal: Decimal = Decimal(0),
+    report: Report | None = None,
+    row: Row | None = None,
+    pair: Pair | None = None,
+    several: tuple[int, ...] = (),
+    members: set[int] | None = None,
+    by_color: dict[Color, int] | None = None,
+    by_number: dict[int, int] | None = None,
+    anything: Any = None,
+) -> None: ...
+
+
 @other_fabric.task
 async def foreign() -> int:
     return 1
@@ -71,7 +137,7 @@ def described(flow: flows.Flow, index: int) -> Any:
 def test_the_payload_has_null_at_the_places_of_nodes_and_no_markers() -> None:
     flow = fabric.flow("nightly")
     a, b, c = (flow.add(extract) for _ in range(3))
-    flow.add(take, {"x": [1, a], "y": (b, "text")}, named=all_of([c, a]))
+    flow.add(take, {"x": [1, a], "y": [b, "text"]}, named=all_of([c, a]))
     flow.add(take, quorum(2, of=[a, b, c]))
     flow.add(take, any_of([b, c]), named=1)
     shared = any_of([a, b], cancel_remaining=True)
@@ -105,18 +171,34 @@ def test_a_call_without_nodes_is_stored_as_any_other() -> None:
 
 def test_values_beside_nodes_are_checked_by_their_annotations() -> None:
     flow = fabric.flow("nightly")
-    a: Any = flow.add(extract)
-    flow.add(typed, {"x": [b"\xff", a], "y": [b""]}, pair=(a, "b"))
-    assert described(flow, 1)[0] == {"rows": {"x": ["/w==", None], "y": [""]}, "pair": [None, "b"]}
+    number = flow.add(extract)
+    a = flow.add(raw)
+    flow.add(typed, {"x": [b"\xff", a], "y": [b""]}, pair=(number, "b"))
+    assert described(flow, 2)[0] == {"rows": {"x": ["/w==", None], "y": [""]}, "pair": [None, "b"]}
     for rows, pair, text in (
         ({"x": [7, a]}, None, "parameter 'rows': expected bytes, got 7"),
-        ({"x": [a]}, (a, 7), "parameter 'pair': expected str, got 7"),
+        ({"x": [a]}, (number, 7), "parameter 'pair': expected str, got 7"),
         ({"x": [a], "y": 7}, None, r"parameter 'rows': expected list\[bytes\], got 7"),
         ({"x": [b"", a]}, 7, "parameter 'pair': "),
     ):
         with pytest.raises(InvalidInputError, match=f"task 'typed', {text}"):
             flow.add(typed, rows, pair=pair)  # type: ignore[arg-type]
-    assert len(flow._nodes) == 2
+    assert len(flow._nodes) == 3
+
+
+def test_results_and_containers_that_may_fit_are_accepted() -> None:
+    flow: Any = fabric.flow("nightly")
+    number, at, of_number = flow.add(extract), flow.add(day), flow.add(count, [])
+    for named in (
+        {"by_color": {Color.RED: number}, "by_number": {1: number, 2: number}},
+        {"number": number, "decimal": number, "text": "x"},
+        {"either": at, "row": {"at": at}, "pair": (number, "x"), "several": (number, 1, of_number)},
+        {"pair": Pair(number, "x"), "texts": [flow.add(word)]},
+        {"report": flow.add(report), "anything": {"a": [number, None]}},
+        {"anything": all_of([number, of_number]), "number": number},
+    ):
+        flow.add(shapes, **named)
+    assert described(flow, 5)[0] == {"by_color": {"red": None}, "by_number": {"1": None, "2": None}}
 
 
 class Made:
@@ -130,9 +212,21 @@ class Made:
         self.flow: Any = fabric.flow("f")
         self.a, self.b = self.flow.add(extract), self.flow.add(extract)
 
+    def shaped(self, **named: Any) -> Any:
+        return self.flow.add(shapes, **named)
+
+
+def holding_itself(node: object) -> list[object]:
+    value = [node]
+    value.append(value)
+    return value
+
 
 REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda m: m.flow.add(extract._handler.function), TypeError, "expected a Task, got <function extract"),
+    (lambda m: m.flow.add(extract("x")), TypeError, "got a call of 'extract' .*write flow.add\\(extract, ...\\)"),
+    (lambda m: m.flow.add(extract.bind("x")), TypeError, "got a call of 'extract' .*write flow.add\\(extract, ...\\)"),
+    (lambda m: m.flow.add(extract, "x", "y"), TypeError, "task 'extract': takes 1 positional argument, got 2"),
     (lambda m: m.flow.add(foreign), TypeError, "task 'foreign' belongs to another fabric"),
     (lambda m: m.flow.add(extract.options(idempotency_key="k")), InvalidInputError, "fabric.flow\\(kind, id=...\\)"),
     (lambda m: m.flow.add(take), TypeError, "task 'take': missing a required argument: 'value'"),
@@ -157,8 +251,8 @@ REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda m: m.flow.add(take, Report(rows=m.a)), InvalidInputError, "is inside a set, a dataclass or a model"),
     (lambda m: m.flow.add(take, [Model(rows=m.a), m.b]), InvalidInputError, "is inside a set, a dataclass or a model"),
     (lambda m: m.flow.add(take, {m.a: 1}), InvalidInputError, "is a key of a dict; results can only be values"),
-    (lambda m: m.flow.add(take, {1.5: m.a}), InvalidInputError, "the key 1.5; use text or whole numbers"),
-    (lambda m: m.flow.add(take, {True: m.a}), InvalidInputError, "the key True; use text or whole numbers"),
+    (lambda m: m.flow.add(take, {1.5: m.a}), InvalidInputError, "the key 1.5 \\(float\\); use text"),
+    (lambda m: m.flow.add(take, {True: m.a}), InvalidInputError, "the key True \\(bool\\); use text"),
     (
         lambda m: m.flow.add(take, any_of([m.a]), named=m.b),
         InvalidInputError,
@@ -166,7 +260,50 @@ REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     ),
     (lambda m: m.flow.add(take, m.b, named=quorum(1, of=[m.a])), InvalidInputError, "let another task take the group"),
     (lambda m: m.flow.add(take, any_of([m.a]), named=any_of([m.a])), InvalidInputError, "cannot wait for <any_of"),
-    (lambda m: m.flow.add(take, any_of([m.a]), named=all_of([m.a, m.b])), InvalidInputError, "cannot wait for <node 2"),
+    (lambda m: m.flow.add(take, any_of([m.a]), named=all_of([m.a, m.b])), InvalidInputError, "cannot wait for <all_of"),
+    (lambda m: m.flow.add(take, quorum(1, of=[m.a, m.b]), named=m.a), InvalidInputError, "cannot wait for <node 1"),
+    (lambda m: m.flow.add(take, m.a, named=any_of([m.a, m.b])), InvalidInputError, "cannot wait for <node 1"),
+    (lambda m: m.flow.after(m.flow.add(take, any_of([m.a, m.b])), m.a), InvalidInputError, "cannot wait for <node 1"),
+    (lambda m: m.flow.after(m.flow.add(take, m.a), any_of([m.a, m.b])), InvalidInputError, "cannot wait for <node 1"),
+    (
+        lambda m: m.flow.after(m.flow.add(take, any_of([m.a, m.b])), all_of([m.a])),
+        InvalidInputError,
+        "cannot wait for <all_of",
+    ),
+    (lambda m: m.flow.add(take, holding_itself(m.a)), InvalidInputError, "contains itself, or is nested too deeply"),
+    (lambda m: m.flow.add(take, {1: m.a, "1": m.b}), InvalidInputError, "the key 1 \\(int\\); use text"),
+    (lambda m: m.flow.add(take, (m.a, 1)), InvalidInputError, r"\(tuple\) would come back as a list"),
+    (lambda m: m.shaped(by_number={"a": m.a}), InvalidInputError, r"the key 'a' \(str\); expected int"),
+    (lambda m: m.shaped(texts={"x": m.flow.add(day)}), InvalidInputError, r"expected list\[str\] \| None, got {.*dict"),
+    (lambda m: m.shaped(number=[m.a]), InvalidInputError, r"'number': expected int, got \[<node 1"),
+    (lambda m: m.shaped(number=all_of([m.a])), InvalidInputError, "expected int, got <all_of .* a list of results"),
+    (lambda m: m.shaped(number=quorum(1, of=[m.a])), InvalidInputError, "expected int, got <quorum"),
+    (lambda m: m.shaped(several=all_of([m.a])), InvalidInputError, r"expected tuple\[int, ...\], got <all_of"),
+    (lambda m: m.shaped(members=[m.a]), InvalidInputError, r"expected set\[int\] \| None, got \[<node 1"),
+    (
+        lambda m: m.flow.add(count, any_of([m.a])),
+        InvalidInputError,
+        r"expected list\[int\], got <node 1.* result is int",
+    ),
+    (lambda m: m.flow.add(count, (m.a,)), InvalidInputError, r"expected list\[int\], got \(<node 1"),
+    (lambda m: m.shaped(pair=(m.a, "x", 1)), InvalidInputError, "of length 2, got .* of length 3"),
+    (lambda m: m.shaped(report={"rows": m.a}), InvalidInputError, r"expected .*Report \| None, got {'rows'"),
+    (lambda m: m.shaped(row={"note": m.flow.add(day)}), InvalidInputError, "has no 'at', which a Row must have"),
+    (
+        lambda m: m.shaped(row={"at": m.flow.add(day), "x": 1}),
+        InvalidInputError,
+        "has 'x', which a Row does not have",
+    ),
+    (lambda m: m.shaped(row={"at": m.a}), InvalidInputError, "expected date, got <node 1 .* whose result is int"),
+    (lambda m: m.shaped(text=m.a), InvalidInputError, "'text': expected str, got <node 1 .* whose result is int"),
+    (lambda m: m.shaped(number=m.flow.add(ratio)), InvalidInputError, "expected int, got <node 3 .* result is float"),
+    (lambda m: m.shaped(text=m.flow.add(raw)), InvalidInputError, "expected str, got <node 3 .* whose result is bytes"),
+    (lambda m: m.shaped(text=m.flow.add(day)), InvalidInputError, "expected str, got <node 3 .* whose result is date"),
+    (lambda m: m.shaped(texts=[m.a]), InvalidInputError, "expected str, got <node 1 .* whose result is int"),
+    (lambda m: m.shaped(texts=m.flow.add(days)), InvalidInputError, r"whose result is list\[datetime.date\]"),
+    (lambda m: m.shaped(row=m.flow.add(report)), InvalidInputError, "whose result is Report"),
+    (lambda m: m.shaped(anything=m.flow.add(report)), InvalidInputError, "whose result is Report, would arrive as"),
+    (lambda m: m.shaped(anything=m.flow.add(days)), InvalidInputError, "would arrive as plain JSON; annotate"),
     (lambda m: quorum(3, of=[m.a, m.b]), InvalidInputError, "k must be a whole number from 1 to 2, .* got 3"),
     (lambda m: quorum(0, of=[m.a, m.b]), InvalidInputError, "k must be a whole number from 1 to 2, .* got 0"),
     (lambda m: quorum(True, of=[m.a, m.b]), InvalidInputError, "k must be a whole number"),

@@ -26,6 +26,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"timeout": timedelta(0)}, "invalid_input: timeout: must be at least 0.001 seconds"),
     ({"timeout": -5}, "invalid_input: timeout: must be at least 0.001 seconds, got -5"),
     ({"delay": -5}, "invalid_input: delay: must be 0 seconds or more, got -5"),
+    ({"priority": "high"}, "invalid_input: priority: must be a whole number, got 'high'"),
+    ({"priority": True}, "invalid_input: priority: must be a whole number, got True"),
     ({"lane": 5}, "invalid_input: lane: must be text, got 5"),
     ({"lane": ""}, "invalid_input: lane: Empty: must be 1 to 64 printable ASCII characters, got ''"),
     ({"lane": "a b/é"}, "invalid_input: lane: NonPrintable.4.: .*, got 'a b/é'"),

@@ -141,7 +141,7 @@ async def test_a_wrong_call_or_option_is_refused_at_once(url: str) -> None:
             InvalidInputError, match=r"parameter 'a', which has no annotation: \(1, 2\) .tuple. would co"
         ):
             await bare.submit(1, (1, 2))
-        with pytest.raises(TypeError, match="task 'job': takes 1 positional arguments, got 2; its arguments are: a"):
+        with pytest.raises(TypeError, match="task 'job': takes 1 positional argument, got 2; its arguments are: a"):
             await job.submit(1, 2)  # type: ignore[call-overload]
         with pytest.raises(TypeError, match=r"no such option: prio; .*; did you mean priority\?"):
             job.options(prio=1)  # type: ignore[call-arg]

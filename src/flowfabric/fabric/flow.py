@@ -1,5 +1,6 @@
 """Flows: graphs of calls that are submitted together, in which results are the arguments of other calls."""
 
+import inspect
 import re
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast, overload
@@ -10,7 +11,7 @@ from flowfabric.fabric.arguments import encode_with_nodes, has_nodes, hidden_nod
 from flowfabric.fabric.flow_run import FlowRun
 from flowfabric.fabric.node import Group, Node, check_flow_of, shown_nodes
 from flowfabric.fabric.run import Run
-from flowfabric.fabric.task import Task, TaskFabric
+from flowfabric.fabric.task import Call, Task, TaskFabric
 from flowfabric.model.edge import EdgePolicy
 from flowfabric.model.errors import EngineError, InvalidInputError, TransportError, error
 from flowfabric.model.execution import NewExecution
@@ -180,6 +181,13 @@ class Flow:
             )
 
     def _check_task(self, task: object) -> None:
+        if isinstance(task, Call) or inspect.iscoroutine(task):
+            name = task._task.name if isinstance(task, Call) else task.__name__
+            if inspect.iscoroutine(task):
+                task.close()
+            raise TypeError(
+                f"flow.add: got a call of {name!r} instead of a task and its arguments; write flow.add({name}, ...)"
+            )
         if not isinstance(task, Task):
             raise TypeError(f"flow.add: expected a Task, got {shown(task)}; decorate the function with @fabric.task")
         if task._fabric is not self._fabric:
@@ -193,8 +201,10 @@ class Flow:
 
     def _connect(self, node: Node, pending: Sequence[Node | Group]) -> None:
         """Let a node wait for these nodes and groups, in addition to those that it waits for."""
-        nodes = list(node._upstreams)
         group = node._group
+        single: Node | Group | None = None
+        if group is None and node._upstreams:
+            single = self._nodes[next(iter(node._upstreams))]
         added: dict[int, None] = {}
         for each in pending:
             members = [each] if isinstance(each, Node) else each._nodes
@@ -203,11 +213,11 @@ class Flow:
                 if group is not None and group is not each:
                     raise _mixed(node, group, each)
                 group = each
+            else:
+                single = each if single is None else single
             added.update(dict.fromkeys(member._index for member in members))
-        if group is not None:
-            known = {member._index for member in group._nodes}
-            if others := [at for at in (*nodes, *added) if at not in known]:
-                raise _mixed(node, group, self._nodes[others[0]])
+        if group is not None and single is not None:
+            raise _mixed(node, group, single)
         new = [at for at in added if at not in node._upstreams]
         if self._edge_count + len(new) > MAX_EDGES:
             raise error(

@@ -173,6 +173,8 @@ class Task(Generic[Called, Params, Returned]):
         self._tags = check_tags(options.get("tags")) or None
         delay = options.get("delay")
         self._delay_ms = None if delay is None else milliseconds(delay, "delay")
+        if type(priority := options.get("priority", 0)) is not int:
+            raise error("invalid_input", f"priority: must be a whole number, got {shown(priority)}")
         if "lane" in options:
             check_lane_id(options["lane"], "lane")
         self._handler = handler

@@ -30,6 +30,9 @@ _BYTES_ADVICE = (
 
 
 _WRONG_TYPE = re.compile(r"Expected `[^`]*`, got `[^`]*`")
+_JSON_TYPES = re.compile(r"(?:Expected|got) `[^`]*`")
+_PYTHON_NAMES = {"array": "list", "object": "dict", "null": "None"}
+_JSON_NAME = re.compile(rf"\b(?:{'|'.join(_PYTHON_NAMES)})\b")
 
 
 class NotSerializable(Exception):
@@ -329,7 +332,10 @@ def reason(error: BaseException) -> str:
     if isinstance(error, pydantic.ValidationError):
         faults = [(".".join(map(str, fault["loc"])), fault["msg"]) for fault in error.errors(include_url=False)]
         return shorten("; ".join(f"{at}: {message}" if at else message for at, message in faults))
-    text = str(error).partition("\n\nFor further information")[0].partition(". Set `arbitrary_types_allowed")[0]
+    given = str(error)
+    if isinstance(error, msgspec.ValidationError):
+        given = _JSON_TYPES.sub(lambda names: _JSON_NAME.sub(lambda name: _PYTHON_NAMES[name[0]], names[0]), given)
+    text = given.partition("\n\nFor further information")[0].partition(". Set `arbitrary_types_allowed")[0]
     return shorten(" ".join(text.split())) or type(error).__name__
 
 

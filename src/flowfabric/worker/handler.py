@@ -232,7 +232,8 @@ class Handler:
         shape = self.shape
         allowed = sum(each.kind in _BY_POSITION for each in shape.call.parameters.values())
         if len(args) > allowed and str(error) == "too many positional arguments":
-            return f"takes {allowed} positional arguments, got {len(args)}; its arguments are: {listed(shape.names)}"
+            arguments = "argument" if allowed == 1 else "arguments"
+            return f"takes {allowed} positional {arguments}, got {len(args)}; its arguments are: {listed(shape.names)}"
         for name in _CONTEXT_NAMES & shape.required:
             if shape.context is None and shape.call.parameters[name].annotation is Parameter.empty:
                 return f"{error}; parameter {name!r} has no annotation: write `{name}: Context` to get the context"

@@ -16,7 +16,14 @@ from flowfabric.worker.handler import Handler
 from flowfabric.worker.running import Running
 from flowfabric.worker.threads import Threads
 from flowfabric.worker.upstreams import ENCODING as UPSTREAMS
-from flowfabric.worker.upstreams import UpstreamArguments, misfit_of, read_arguments
+from flowfabric.worker.upstreams import (
+    ResultDeleted,
+    ResultMisfit,
+    UpstreamArguments,
+    change_of,
+    misfit_of,
+    read_arguments,
+)
 from flowfabric.worker.waits import read_signals
 
 PAYLOAD_DECODE = "extractor_payload_decode"
@@ -63,11 +70,16 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
             filled = await read_arguments(engine, running)
         except asyncio.CancelledError as error:
             return _outcome_of_error(running, error)
+        except ResultDeleted as error:
+            return _failure(_chain(error), None, error, FailureClass.PERMANENT, is_logged=False)
         except Exception as error:
             return _failure(_chain(error), PAYLOAD_DECODE, error, is_logged=False)
     try:
         context = None if handler.shape.context is None else Context(running, engine)
         args, kwargs = _bind(handler, claimed.input_payload, context, filled)
+    except ResultMisfit as error:
+        # Permanent: a retry would get the same stored results.
+        return _failure(_chain(error), None, error, FailureClass.PERMANENT, is_logged=False)
     except Exception as error:
         return _failure(_chain(error), PAYLOAD_DECODE, error, is_logged=False)
     try:
@@ -104,9 +116,12 @@ def _bind(
     if filled is None:
         return handler.bind(payload, context)
     try:
-        return handler.bind(filled.payload, context)
+        bound = handler.bind(filled.payload, context)
     except InvalidInputError as refused:
         raise misfit_of(handler, filled) or refused from None
+    if changed := change_of(handler, filled):
+        raise changed
+    return bound
 
 
 def _call_in_thread(
