@@ -32,6 +32,13 @@ async def repair(engine: Engine) -> None:
     await Reconciler(engine, sweeps=[sweep for sweep in SWEEPS if sweep.name == "dependency_reconciler"]).catch_up()
 
 
+async def delete(connection: asyncpg.Connection, flow: DrivenFlow, *names: str) -> None:
+    """Delete ended members as the retention of an older version does, which knows no flows."""
+    ids = [uuid_of(flow.id(name)) for name in names]
+    await connection.execute("delete from execution where execution_id = any($1::uuid[])", ids)
+    await connection.execute("delete from retained")
+
+
 async def test_one_pass_looks_at_every_page_of_blocked_executions(
     engine: Engine, rows: Rows, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +92,38 @@ async def test_a_child_with_more_edges_than_a_page_is_looked_at_to_its_last_edge
         await repair(engine)
         assert await flow.counts("z") == expected
     assert (await flow.states())["z"] == "skipped"
+
+
+@pytest.mark.parametrize("outcome", ["success", "failed"])
+async def test_an_edge_from_a_deleted_execution_counts_as_skipped(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, outcome: str
+) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b c d", "a>b c>d")
+    await (flow.succeed("a") if outcome == "success" else flow.fail("a"))
+    await forget_ends(connection)
+    await delete(connection, flow, "a")
+    await repair(engine)
+    assert await flow.states() == {"b": "skipped", "c": "waiting", "d": "waiting_children"}
+    assert await flow.counts("b") == ("impossible", 0, 0, 1)
+    assert await flow.counts("d") == ("pending", 0, 0, 0)
+
+
+async def test_an_execution_whose_other_upstream_was_deleted_is_decided_by_those_that_are_left(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    groups = {name: {"kind": "any_of", "on_satisfied": "let_run"} for name in "yz"}
+    flow = await DrivenFlow.submit(engine, rows, "a b c y z", "a>y b>y a>z c>z", groups=groups)
+    await flow.fail("a")
+    await forget_ends(connection)
+    await delete(connection, flow, "a")
+    await repair(engine)
+    assert (await flow.counts("y"), await flow.counts("z")) == (("pending", 0, 0, 1), ("pending", 0, 0, 1))
+    await flow.succeed("b")
+    await flow.fail("c")
+    await forget_ends(connection)
+    await repair(engine)
+    assert (await flow.counts("y"), await flow.counts("z")) == (("satisfied", 1, 0, 1), ("impossible", 0, 1, 1))
+    assert await flow.states() == {"b": "completed", "c": "failed", "y": "waiting", "z": "skipped"}
 
 
 @pytest.mark.usefixtures("altered_rows")

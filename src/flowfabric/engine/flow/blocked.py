@@ -176,7 +176,7 @@ class Blocked:
         return resolved + (await self._promote(flow_id, free) if free else 0)
 
     async def _resolve(self, partition: int, flow_id: FlowId, edge_ids: Sequence[UUID]) -> int:
-        """Resolve those of these edges whose upstream executions have ended."""
+        """Resolve those of these edges whose upstream executions have ended, or were deleted."""
 
         async def resolve(transaction: Transaction) -> ResolvedEdges:
             flow = await lock_flow_if_exists(transaction, partition, flow_id)
@@ -185,7 +185,7 @@ class Blocked:
             rows = await transaction.fetch(
                 SQL.list_ended_upstreams, partition_key=partition, flow_id=flow_id, edge_ids=edge_ids
             )
-            edges = [(row["edge_id"], CompletionOutcome[row["terminal_outcome"].upper()]) for row in rows]
+            edges = [(row["edge_id"], _outcome(row["terminal_outcome"])) for row in rows]
             return await self._resolver.resolve_edges(transaction, flow, edges) if edges else ResolvedEdges()
 
         resolved = await self._store.transact(resolve)
@@ -212,6 +212,14 @@ class Blocked:
         resolved = await self._store.transact(promote)
         await self._resolver.after_commit(resolved)
         return resolved.promoted
+
+
+def _outcome(terminal_outcome: str | None) -> CompletionOutcome:
+    """The outcome by which an edge is resolved; an upstream execution that was deleted counts as skipped.
+
+    How it ended is not known any more, and like a skipped one it will never have a result.
+    """
+    return CompletionOutcome.SKIPPED if terminal_outcome is None else CompletionOutcome[terminal_outcome.upper()]
 
 
 def _parts(stuck: Sequence[_Stuck]) -> list[list[_Stuck]]:

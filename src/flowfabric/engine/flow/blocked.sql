@@ -24,7 +24,7 @@ select s.*
 -- name: list_stuck
 -- A page of executions that wait for dependencies: :limit lines after a position, where an execution has a line for each of its
 -- unsatisfied edges, or one if it has none. Returns the executions of the page that their dependencies allow to run, without edges, and
--- those with edges whose upstream execution has ended, at most :edges of them in a row. The first row has the
+-- those with edges whose upstream execution has ended or does not exist, at most :edges of them in a row. The first row has the
 -- position of the last line, null if the page was the last. A position in the middle of an execution has the number of the edges seen.
 with line as materialized (
   select b.at, b.execution_id, e.partition_key, e.flow_id, s.is_free, x.edge_id, x.upstream_id, x.nth
@@ -63,11 +63,12 @@ select l.partition_key, l.execution_id, l.flow_id, coalesce(array_agg(l.edge_id 
         where u.partition_key = l.partition_key and u.execution_id = l.upstream_id and u.flow_id is not distinct from l.flow_id limit 1) u
     on true
  where l.partition_key is not null
-   and case when l.edge_id is null then l.is_free else u.lifecycle_phase = 'terminal' end
+   and case when l.edge_id is null then l.is_free else coalesce(u.lifecycle_phase = 'terminal', true) end
  group by l.partition_key, l.execution_id, l.flow_id, (l.nth - 1) / :edges::int;
 
 -- name: list_ended_upstreams
--- Those of the given edges of a locked flow that are unsatisfied although their upstream executions have ended, with their outcomes.
+-- Those of the given edges of a locked flow that are unsatisfied although their upstream executions have ended, with their outcomes; with
+-- none if the upstream execution does not exist.
 select x.edge_id, u.terminal_outcome
   from unnest(:edge_ids::uuid[]) with ordinality as i(edge_id, nth)
  cross join lateral (
@@ -77,7 +78,7 @@ select x.edge_id, u.terminal_outcome
        select u.lifecycle_phase, u.terminal_outcome from execution u
         where u.partition_key = x.partition_key and u.execution_id = x.upstream_id and u.flow_id is not distinct from x.flow_id limit 1) u
     on true
- where u.lifecycle_phase = 'terminal'
+ where coalesce(u.lifecycle_phase = 'terminal', true)
  order by i.nth;
 
 -- name: lock_free
