@@ -13,6 +13,7 @@ from engine.waits import suspend_args
 from fixtures import Clock, Engines, Rows, uuid_of
 from flowfabric.engine.core.wakeups import CascadeKey
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.flow import cascade
 from flowfabric.engine.parts import parts_of
 from flowfabric.reconcile.loop import Reconciler
 
@@ -236,3 +237,28 @@ async def test_one_event_can_be_settled_by_hand_and_only_once(engine: Engine, ro
     async with rows.unchanged():
         assert (await engine.cascade_completion(entry["event_id"])).resolved == 0
     await refused(engine.cascade_completion(-1), "invalid_input")
+
+
+async def test_entries_of_a_locked_flow_do_not_keep_those_of_others_waiting(
+    engine: Engine, rows: Rows, clock: Clock, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts_of(engine).wakeups.on_members_ended = None
+    locked = await DrivenFlow.submit(engine, rows, "a b c d e z", "a>z")
+    other = await DrivenFlow.submit(engine, rows, "a b", "a>b")
+    for name in "abcde":
+        await locked.succeed(name)
+    await clock.advance(ms=1)
+    await other.succeed("a")
+    await clock.advance(ms=1_001)
+    settle = parts_of(engine).cascade.settle_left_over
+    monkeypatch.setattr(cascade, "LOCKED_SECONDS", 600)
+    async with connection.transaction():
+        await connection.execute("select from flow where flow_id = $1 for update", locked.flow_id)
+        assert [await settle(since=0, limit=2) for _ in range(4)] == [0, 0, 1, 0]
+    assert (await other.states())["b"] == "waiting"
+    monkeypatch.setattr(cascade, "LOCKED_SECONDS", 0)
+    await settle(since=0, limit=2)
+    # Entries that were set aside come back.
+    await parts_of(engine).cascade.settle_flow(*await key_of(locked))
+    assert (await locked.states())["z"] == "waiting"
+    assert await rows.of("cascade_entry") == []
