@@ -262,3 +262,22 @@ async def test_entries_of_a_locked_flow_do_not_keep_those_of_others_waiting(
     await parts_of(engine).cascade.settle_flow(*await key_of(locked))
     assert (await locked.states())["z"] == "waiting"
     assert await rows.of("cascade_entry") == []
+
+
+@pytest.mark.usefixtures("altered_rows")
+async def test_an_entry_whose_flow_or_child_was_deleted_does_not_stay(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts_of(engine).wakeups.on_members_ended = None
+    childless = await DrivenFlow.submit(engine, rows, "a b c", "a>b a>c")
+    gone = await DrivenFlow.submit(engine, rows, "a b", "a>b")
+    for flow in (childless, gone):
+        await flow.succeed("a")
+    # No operation deletes a flow or a member while an end is queued.
+    await connection.execute("delete from execution where execution_id = $1", uuid_of(childless.id("b")))
+    await connection.execute("delete from flow where flow_id = $1", gone.flow_id)
+    events = [row["event_id"] for row in sorted(await rows.of("cascade_entry"), key=lambda row: row["event_id"])]
+    assert [(await engine.cascade_completion(event)).resolved for event in events] == [2, 1]
+    assert await rows.of("cascade_entry") == []
+    assert await childless.states() == {"a": "completed", "c": "waiting"}
+    assert f"dropping events [{events[1]}] of the cascade: their flow was deleted" in caplog.text
