@@ -146,6 +146,17 @@ async def test_a_run_without_unsatisfied_dependencies_does_not_wait(flow: BuiltF
     assert await flow.engine.find_inconsistencies() == []
 
 
+async def test_a_run_whose_group_is_decided_does_not_wait_for_a_later_edge(flow: BuiltFlow, rows: Rows) -> None:
+    own, upstream = await parked(flow)
+    await flow.engine.complete(upstream, b"done")
+    await settle(flow)
+    await flow.connect(await flow.member(lane_id="late"), own.execution_id)
+    (group,) = await rows.of("edge_group", downstream_id=uuid_of(own.execution_id))
+    assert (group["group_state"], group["applied_count"], group["succeeded_count"]) == ("satisfied", 2, 1)
+    await flow.engine.wait_children(own)
+    assert vector(await rows.execution(own.execution_id)) == RESUMABLE
+
+
 async def test_a_run_that_parks_while_its_upstream_ends_is_woken(flow: BuiltFlow, engines: Engines) -> None:
     second = await engines()
     for _ in rounds(8, whole=60):

@@ -15,6 +15,8 @@ from flowfabric.engine.core.wakeups import CascadeKey
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import cascade
 from flowfabric.engine.parts import parts_of
+from flowfabric.model.edge import AllOfEdges, AnyOfEdges, OnSatisfied
+from flowfabric.model.flow import FlowEdge
 from flowfabric.reconcile.loop import Reconciler
 
 
@@ -237,6 +239,32 @@ async def test_one_event_can_be_settled_by_hand_and_only_once(engine: Engine, ro
     async with rows.unchanged():
         assert (await engine.cascade_completion(entry["event_id"])).resolved == 0
     await refused(engine.cascade_completion(-1), "invalid_input")
+
+
+async def test_one_event_with_thousands_of_edges_is_settled_by_one_call(engine: Engine, rows: Rows) -> None:
+    names = [f"n{n}" for n in range(2_100)]
+    flow = await DrivenFlow.submit(engine, rows, " ".join(["a", *names]), " ".join(f"a>{name}" for name in names))
+    parts_of(engine).wakeups.on_members_ended = None
+    await flow.succeed("a")
+    (entry,) = await rows.of("cascade_entry")
+    assert (await engine.cascade_completion(entry["event_id"])).resolved == 2_100
+    assert len(await rows.of("ready")) == 2_100
+    assert await rows.of("cascade_entry") == []
+
+
+async def test_an_ended_child_is_not_touched(engine: Engine, rows: Rows) -> None:
+    passed = [FlowEdge(upstream=upstream, downstream="z", data_passing_ref="x") for upstream in "ab"]
+    for outcome in ("success", "failed"):
+        for policy in (AllOfEdges(), AnyOfEdges(OnSatisfied.LET_RUN)):
+            flow = await DrivenFlow.submit(engine, rows, "a b z", passed, groups={"z": policy})
+            await flow.cancel("z")
+            before, events = await flow.row("z"), await rows.events(flow.id("z"))
+            for name in "ab":
+                await (flow.succeed(name) if outcome == "success" else flow.fail(name))
+            assert await flow.row("z") == before
+            assert await rows.events(flow.id("z")) == events
+            assert (await flow.group("z"))["group_state"] == ("satisfied" if outcome == "success" else "impossible")
+    assert await engine.find_inconsistencies() == []
 
 
 async def test_entries_of_a_locked_flow_do_not_keep_those_of_others_waiting(
