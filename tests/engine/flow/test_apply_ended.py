@@ -60,12 +60,16 @@ async def test_a_delayed_child_is_delayed_again_once_its_dependencies_are_satisf
     flow: BuiltFlow, given: Given, rows: Rows
 ) -> None:
     ended = await flow.add(await given.completed(execution_id=flow.mint()))
-    child = await flow.add(await given.delayed(execution_id=flow.mint()))
-    before = await rows.execution(child)
-    await flow.connect(ended, child)
-    row = await rows.execution(child)
-    assert (row["public_state"], row["delay_until"]) == ("delayed", before["delay_until"])
-    assert await rows.timers(child) == {"delay": before["delay_until"]}
+    delayed = await flow.add(await given.delayed(execution_id=flow.mint()))
+    backing_off = await flow.add((await given.backing_off(execution_id=flow.mint())).execution_id)
+    for child, detail in ((delayed, "delayed until"), (backing_off, "retry backoff until")):
+        before = await rows.execution(child)
+        until = before["delay_until"]
+        await flow.connect(ended, child)
+        row = await rows.execution(child)
+        assert (vector(row), row["delay_until"]) == (vector(before), until)
+        assert row["blocking_detail"] == f"{detail} {until}"
+        assert await rows.timers(child) == {"delay": until}
     assert await flow.engine.find_inconsistencies() == []
 
 

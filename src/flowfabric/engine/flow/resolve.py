@@ -32,6 +32,7 @@ _PROMOTION = {
     **PROMOTED,
     "delayed_eligibility": EligibilityState.NOT_ELIGIBLE_UNTIL_TIME,
     "delayed_blocking": BlockingReason.WAITING_FOR_DELAY,
+    "backoff_blocking": BlockingReason.WAITING_FOR_RETRY_BACKOFF,
     "first_attempt": AttemptState.PENDING_FIRST_ATTEMPT,
 }
 

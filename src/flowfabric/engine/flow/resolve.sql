@@ -103,13 +103,17 @@ skippable as materialized (
 )
 
 -- fragment: promoted
--- Makes the executions in promotable, which the transaction has locked, claimable, or delayed if their delay has not elapsed.
+-- Makes the executions in promotable, which the transaction has locked, claimable, or delayed if their delay has not elapsed. Only a
+-- delay before a retry is the backoff of one.
 promoted as (
   update execution e
      set eligibility_state = case when e.delay_until > c.now then :delayed_eligibility else :to_eligibility end::eligibility_state,
-         blocking_reason = case when e.delay_until > c.now then :delayed_blocking else :to_blocking end::blocking_reason,
+         blocking_reason = case
+           when e.delay_until > c.now then case e.attempt_state when 'pending_retry_attempt' then :backoff_blocking else :delayed_blocking end
+           else :to_blocking end::blocking_reason,
          attempt_state = case e.attempt_state when 'none' then :first_attempt else e.attempt_state end,
-         blocking_detail = case when e.delay_until > c.now then 'delayed until ' || e.delay_until end,
+         blocking_detail = case when e.delay_until > c.now then
+           case e.attempt_state when 'pending_retry_attempt' then 'retry backoff until ' else 'delayed until ' end || e.delay_until end,
          delay_until = case when e.delay_until > c.now then e.delay_until end,
          last_transition_at = c.now, last_mutation_at = null
     from promotable p
