@@ -121,8 +121,9 @@ SWEEPS = (
         "dependency_reconciler",
         lambda parts: parts.blocked.reconcile(),
         every=lambda settings: _seconds(settings.dependency_reconciler_interval_s),
-        batch=blocked.BLOCKED_LIMIT,
+        batch=blocked.PAGE_LIMIT,
         is_due=_always,
+        is_gentle=True,
     ),
     Sweep(
         "edge_cancel_dispatcher",

@@ -53,12 +53,13 @@ async def test_an_applied_edge_makes_its_child_wait(flow: BuiltFlow, rows: Rows,
 
 async def test_what_is_given_when_an_edge_is_applied_replaces_what_was_staged(flow: BuiltFlow) -> None:
     first, child = await flow.members(2)
-    kept, changed = await flow.stage(first, child, data_passing_ref="staged"), await flow.stage(first, child)
+    kept, changed, cleared = [await flow.stage(first, child, data_passing_ref="staged") for _ in range(3)]
     await flow.apply(kept, first, child)
     await flow.apply(changed, first, child, data_passing_ref="applied", dependency_kind="other")
-    edges = [await flow.engine.describe_edge(flow.flow_id, edge_id) for edge_id in (kept, changed)]
+    await flow.apply(cleared, first, child, data_passing_ref="")
+    edges = [await flow.engine.describe_edge(flow.flow_id, edge_id) for edge_id in (kept, changed, cleared)]
     found = [(edge.dependency_kind, edge.data_passing_ref) for edge in edges if edge is not None]
-    assert found == [("success_only", "staged"), ("other", "applied")]
+    assert found == [("success_only", "staged"), ("other", "applied"), ("success_only", None)]
 
 
 async def test_a_grant_of_a_child_that_begins_to_wait_is_withdrawn(flow: BuiltFlow, rows: Rows) -> None:

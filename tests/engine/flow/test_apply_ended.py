@@ -60,12 +60,16 @@ async def test_a_delayed_child_is_delayed_again_once_its_dependencies_are_satisf
     flow: BuiltFlow, given: Given, rows: Rows
 ) -> None:
     ended = await flow.add(await given.completed(execution_id=flow.mint()))
-    child = await flow.add(await given.delayed(execution_id=flow.mint()))
-    before = await rows.execution(child)
-    await flow.connect(ended, child)
-    row = await rows.execution(child)
-    assert (row["public_state"], row["delay_until"]) == ("delayed", before["delay_until"])
-    assert await rows.timers(child) == {"delay": before["delay_until"]}
+    delayed = await flow.add(await given.delayed(execution_id=flow.mint()))
+    backing_off = await flow.add((await given.backing_off(execution_id=flow.mint())).execution_id)
+    for child, detail in ((delayed, "delayed until"), (backing_off, "retry backoff until")):
+        before = await rows.execution(child)
+        until = before["delay_until"]
+        await flow.connect(ended, child)
+        row = await rows.execution(child)
+        assert (vector(row), row["delay_until"]) == (vector(before), until)
+        assert row["blocking_detail"] == f"{detail} {until}"
+        assert await rows.timers(child) == {"delay": until}
     assert await flow.engine.find_inconsistencies() == []
 
 
@@ -144,6 +148,17 @@ async def test_a_run_without_unsatisfied_dependencies_does_not_wait(flow: BuiltF
             await flow.engine.wait_children(own)
             assert vector(await rows.execution(own.execution_id)) == RESUMABLE
     assert await flow.engine.find_inconsistencies() == []
+
+
+async def test_a_run_whose_group_is_decided_does_not_wait_for_a_later_edge(flow: BuiltFlow, rows: Rows) -> None:
+    own, upstream = await parked(flow)
+    await flow.engine.complete(upstream, b"done")
+    await settle(flow)
+    await flow.connect(await flow.member(lane_id="late"), own.execution_id)
+    (group,) = await rows.of("edge_group", downstream_id=uuid_of(own.execution_id))
+    assert (group["group_state"], group["applied_count"], group["succeeded_count"]) == ("satisfied", 2, 1)
+    await flow.engine.wait_children(own)
+    assert vector(await rows.execution(own.execution_id)) == RESUMABLE
 
 
 async def test_a_run_that_parks_while_its_upstream_ends_is_woken(flow: BuiltFlow, engines: Engines) -> None:

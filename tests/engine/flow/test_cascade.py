@@ -13,7 +13,10 @@ from engine.waits import suspend_args
 from fixtures import Clock, Engines, Rows, uuid_of
 from flowfabric.engine.core.wakeups import CascadeKey
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.flow import cascade
 from flowfabric.engine.parts import parts_of
+from flowfabric.model.edge import AllOfEdges, AnyOfEdges, OnSatisfied
+from flowfabric.model.flow import FlowEdge
 from flowfabric.reconcile.loop import Reconciler
 
 
@@ -236,3 +239,73 @@ async def test_one_event_can_be_settled_by_hand_and_only_once(engine: Engine, ro
     async with rows.unchanged():
         assert (await engine.cascade_completion(entry["event_id"])).resolved == 0
     await refused(engine.cascade_completion(-1), "invalid_input")
+
+
+async def test_one_event_with_thousands_of_edges_is_settled_by_one_call(engine: Engine, rows: Rows) -> None:
+    names = [f"n{n}" for n in range(2_100)]
+    flow = await DrivenFlow.submit(engine, rows, " ".join(["a", *names]), " ".join(f"a>{name}" for name in names))
+    parts_of(engine).wakeups.on_members_ended = None
+    await flow.succeed("a")
+    (entry,) = await rows.of("cascade_entry")
+    assert (await engine.cascade_completion(entry["event_id"])).resolved == 2_100
+    assert len(await rows.of("ready")) == 2_100
+    assert await rows.of("cascade_entry") == []
+
+
+async def test_an_ended_child_is_not_touched(engine: Engine, rows: Rows) -> None:
+    passed = [FlowEdge(upstream=upstream, downstream="z", data_passing_ref="x") for upstream in "ab"]
+    for outcome in ("success", "failed"):
+        for policy in (AllOfEdges(), AnyOfEdges(OnSatisfied.LET_RUN)):
+            flow = await DrivenFlow.submit(engine, rows, "a b z", passed, groups={"z": policy})
+            await flow.cancel("z")
+            before, events = await flow.row("z"), await rows.events(flow.id("z"))
+            for name in "ab":
+                await (flow.succeed(name) if outcome == "success" else flow.fail(name))
+            assert await flow.row("z") == before
+            assert await rows.events(flow.id("z")) == events
+            assert (await flow.group("z"))["group_state"] == ("satisfied" if outcome == "success" else "impossible")
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_entries_of_a_locked_flow_do_not_keep_those_of_others_waiting(
+    engine: Engine, rows: Rows, clock: Clock, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts_of(engine).wakeups.on_members_ended = None
+    locked = await DrivenFlow.submit(engine, rows, "a b c d e z", "a>z")
+    other = await DrivenFlow.submit(engine, rows, "a b", "a>b")
+    for name in "abcde":
+        await locked.succeed(name)
+    await clock.advance(ms=1)
+    await other.succeed("a")
+    await clock.advance(ms=1_001)
+    settle = parts_of(engine).cascade.settle_left_over
+    monkeypatch.setattr(cascade, "LOCKED_SECONDS", 600)
+    async with connection.transaction():
+        await connection.execute("select from flow where flow_id = $1 for update", locked.flow_id)
+        assert [await settle(since=0, limit=2) for _ in range(4)] == [0, 0, 1, 0]
+    assert (await other.states())["b"] == "waiting"
+    monkeypatch.setattr(cascade, "LOCKED_SECONDS", 0)
+    await settle(since=0, limit=2)
+    # Entries that were set aside come back.
+    await parts_of(engine).cascade.settle_flow(*await key_of(locked))
+    assert (await locked.states())["z"] == "waiting"
+    assert await rows.of("cascade_entry") == []
+
+
+@pytest.mark.usefixtures("altered_rows")
+async def test_an_entry_whose_flow_or_child_was_deleted_does_not_stay(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts_of(engine).wakeups.on_members_ended = None
+    childless = await DrivenFlow.submit(engine, rows, "a b c", "a>b a>c")
+    gone = await DrivenFlow.submit(engine, rows, "a b", "a>b")
+    for flow in (childless, gone):
+        await flow.succeed("a")
+    # No operation deletes a flow or a member while an end is queued.
+    await connection.execute("delete from execution where execution_id = $1", uuid_of(childless.id("b")))
+    await connection.execute("delete from flow where flow_id = $1", gone.flow_id)
+    events = [row["event_id"] for row in sorted(await rows.of("cascade_entry"), key=lambda row: row["event_id"])]
+    assert [(await engine.cascade_completion(event)).resolved for event in events] == [2, 1]
+    assert await rows.of("cascade_entry") == []
+    assert await childless.states() == {"a": "completed", "c": "waiting"}
+    assert f"dropping events [{events[1]}] of the cascade: their flow was deleted" in caplog.text

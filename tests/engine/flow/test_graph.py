@@ -17,6 +17,7 @@ from flowfabric.model.edge import (
     AlreadySet,
     AnyOfEdges,
     EdgeSnapshot,
+    Incoming,
     OnSatisfied,
     PolicySet,
     QuorumOfEdges,
@@ -233,6 +234,16 @@ async def test_stage_checks_in_order(flow: BuiltFlow, given: Given, rows: Rows) 
                 await refused(flow.stage(a, c, dependency_kind=""), "invalid_input", "dependency_kind")
                 await refused(flow.stage(a, c, data_passing_ref="x" * 1025), "invalid_input", "data_passing_ref")
                 await refused(flow.stage(a, c, expected_graph_revision=-1), "invalid_input", "expected_graph_revision")
+
+
+async def test_a_cycle_through_satisfied_edges_is_refused(flow: BuiltFlow, given: Given) -> None:
+    ended = [await flow.add(await given.completed(execution_id=flow.mint())) for _ in range(2)]
+    child = await flow.member()
+    await flow.connect(ended[0], ended[1])
+    await flow.connect(ended[1], child)
+    edges = await flow.engine.list_edges(flow.flow_id, Incoming(child))
+    assert [edge.dependency_state for edge in edges] == ["satisfied"]
+    await refused(flow.stage(child, ended[0]), "cycle_detected")
 
 
 async def test_the_policy_of_a_group_is_set_before_its_first_edge(flow: BuiltFlow, given: Given, rows: Rows) -> None:

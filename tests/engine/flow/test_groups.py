@@ -6,9 +6,10 @@ import asyncpg
 import pytest
 
 from engine.flow.driving import DrivenFlow
+from engine.flow.graphs import BuiltFlow
 from engine.flow.submitting import node
 from engine.state import refused
-from fixtures import Clock, Rows, uuid_of
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.edge import DependencyResolved, Resolution, ResolutionMarker, SiblingDrain, SiblingReconcile
@@ -93,6 +94,20 @@ async def test_a_quorum_that_cannot_be_reached_skips_the_child(engine: Engine, r
         assert (states["d"], states["e"]) == ("cancelled", "cancelled")
         assert (await flow.row("d"))["cancellation_reason"] == "sibling_quorum_impossible"
     assert await engine.find_inconsistencies() == []
+
+
+@pytest.mark.parametrize("outcome", ["success", "failed"])
+async def test_a_quorum_of_more_than_all_is_impossible_from_the_first_result(
+    engine: Engine, rows: Rows, given: Given, outcome: str
+) -> None:
+    flow = await BuiltFlow.create(given, rows)
+    first, second, child = await flow.members(3)
+    await flow.policy(child, {"kind": "quorum", "k": 3, "on_satisfied": "let_run"})
+    edge = await flow.connect(first, child)
+    await flow.connect(second, child)
+    resolved = await engine.resolve_dependency(flow.flow_id, edge, outcome)
+    assert resolved == RESOLVED["skipped"]
+    assert await engine.read_execution_state(child) == "skipped"
 
 
 async def test_one_failure_of_a_quorum_of_all_skips_through_a_child_of_the_child(engine: Engine, rows: Rows) -> None:
@@ -185,6 +200,18 @@ async def test_the_result_of_an_upstream_execution_becomes_the_input(engine: Eng
     assert (await engine.read_execution_context(flow.id("b"))).input_payload == b'"small"'
     assert await rows.of("execution_input", execution_id=uuid_of(flow.id("b"))) == []
     assert await engine.find_inconsistencies() == []
+
+
+async def test_a_result_is_passed_with_its_encoding(engine: Engine, rows: Rows) -> None:
+    passed = [FlowEdge(upstream="a", downstream="b", data_passing_ref="x")]
+    for encoding in ("application/cbor", None):
+        flow = await DrivenFlow.submit(engine, rows, [node("a"), node("b", payload_encoding="text/plain")], passed)
+        await flow.claim("a")
+        await engine.complete_execution(
+            execution_id=flow.id("a"), source="operator_override", payload=b"1", result_encoding=encoding
+        )
+        await flow.settle()
+        assert (await flow.row("b"))["payload_encoding"] == encoding
 
 
 def large_nodes() -> list[Any]:

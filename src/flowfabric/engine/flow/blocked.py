@@ -3,19 +3,20 @@
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 from uuid import UUID
 
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.quarantine import is_connection_fault
+from flowfabric.engine.core.quarantine import is_connection_fault, is_statement_timeout
 from flowfabric.engine.core.row import lock_execution
+from flowfabric.engine.core.sweep import BatchSize, SweepResult
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.resolve import EDGE_LIMIT, ResolvedEdges, Resolver
 from flowfabric.engine.flow.row import check_flow_id, lock_flow_if_exists, read_flow_of
 from flowfabric.engine.store import Store
 from flowfabric.model.edge import DependenciesPromoted, DependencyResolved
-from flowfabric.model.errors import EngineError, error
+from flowfabric.model.errors import EngineError, TransportError, error
 from flowfabric.model.event import CompletionOutcome
 from flowfabric.model.ids import ExecutionId, FlowId, format_execution_id, parse_execution_id, parse_uuid, row_key
 from flowfabric.model.states import EligibilityState, LifecyclePhase, TerminalOutcome
@@ -23,22 +24,32 @@ from flowfabric.model.text import shown
 
 SQL = statements_beside(__file__)
 
-BLOCKED_LIMIT = 1000
-"""How many blocked executions one pass of the safety net looks at."""
+PAGE_LIMIT = 10_000
+"""How many blocked executions and unsatisfied edges one page of the safety net looks at."""
+PAGES_IN_A_ROW = 10
+"""How many pages follow each other without the pause of the sweep: with millions of edges it would never pause."""
 
 logger = logging.getLogger(__name__)
 
-_Child: TypeAlias = tuple[int, UUID]
-"""The partition and the id of a blocked execution."""
+
+class _Stuck(NamedTuple):
+    """A blocked execution, and edges to resolve that lead to it; none if its dependencies allow it to run."""
+
+    partition_key: int
+    execution_id: UUID
+    edge_ids: Sequence[UUID]
+
 
 _OUTCOMES = {outcome.literal: outcome for outcome in CompletionOutcome if outcome is not CompletionOutcome.RESUMABLE}
 
 
 class _Position(NamedTuple):
-    """Where the next pass over the blocked executions begins."""
+    """Where the next page of blocked executions begins."""
 
     at: int = -1
     execution_id: UUID = UUID(int=0)
+    edges_seen: int | None = None
+    """How many edges of this execution were looked at before; None if it is done."""
 
 
 class Blocked:
@@ -49,6 +60,8 @@ class Blocked:
         self._resolver = resolver
         self._cascade = cascade
         self._position = _Position()
+        self._page_size = BatchSize()
+        self._pages = 0
 
     async def resolve_dependency(
         self, flow_id: UUID | str, edge_id: UUID | str, upstream_outcome: str
@@ -101,60 +114,94 @@ class Blocked:
         await self._resolver.after_commit(resolved)
         return answer
 
-    async def reconcile(self) -> int:
+    async def reconcile(self) -> SweepResult:
         """Settle what the cascade has left, and repair a page of blocked executions; return how many were changed.
 
-        The pages follow each other from pass to pass and begin again after the last.
+        The pages follow each other and begin again after the last.
         """
         changed = await self._cascade.settle_left_over(since=0)
-        position = self._position
-        rows = await self._store.fetch(
-            SQL.list_stuck, since_at=position.at, since_id=position.execution_id, limit=BLOCKED_LIMIT
-        )
-        page = rows[0]
-        is_last = page["reached_at"] is None
-        self._position = _Position() if is_last else _Position(page["reached_at"], page["reached_id"])
-        flows: dict[UUID | None, list[_Child]] = {}
-        for row in rows[1:]:
-            flows.setdefault(row["flow_id"], []).append((row["partition_key"], row["execution_id"]))
-        for flow_id, children in flows.items():
-            repair = self._promote_alone if flow_id is None else partial(self._repair, FlowId(flow_id))
-            changed += await _repair_by_halves(repair, children)
-        return changed
+        try:
+            stuck, is_last = await self._next_page()
+        except TransportError as fault:
+            if not is_statement_timeout(fault) or self._page_size.of(PAGE_LIMIT) == 1:
+                raise
+            logger.warning("a page of blocked executions was not in time, the next are smaller: %s", fault)
+            self._page_size.reduce()
+            return SweepResult(changed, is_full=True)
+        self._pages += 1
+        reached = self._position
+        flows: dict[UUID | None, list[_Stuck]] = {}
+        for flow_id, each in stuck:
+            flows.setdefault(flow_id, []).append(each)
+        repaired = 0
+        for flow_id, found in flows.items():
+            repair = partial(self._repair, None if flow_id is None else FlowId(flow_id))
+            repaired += sum([await _repair_by_halves(repair, part) for part in _parts(found)])
+        if repaired and reached.edges_seen is not None:
+            # The resolved edges are not among the unsatisfied ones any more.
+            gone = sum(len(each.edge_ids) for _, each in stuck if each.execution_id == reached.execution_id)
+            self._position = reached._replace(edges_seen=reached.edges_seen - gone)
+        if is_last or self._pages >= PAGES_IN_A_ROW:
+            self._pages = 0
+        return SweepResult(changed + repaired, is_full=self._pages > 0)
 
-    async def _repair(self, flow_id: FlowId, children: Sequence[_Child]) -> int:
-        """Resolve the edges of blocked children whose upstream executions have ended, and promote what can run."""
-        partition = children[0][0]
+    async def _next_page(self) -> tuple[list[tuple[UUID | None, _Stuck]], bool]:
+        """The executions of the next page to repair, each with its flow, and whether it is the last page."""
+        since = self._position
+        rows = await self._store.fetch(
+            SQL.list_stuck,
+            since_at=since.at,
+            since_id=since.execution_id,
+            edges_seen=since.edges_seen,
+            limit=self._page_size.of(PAGE_LIMIT),
+            edges=EDGE_LIMIT,
+        )
+        self._page_size.record_in_time()
+        end = rows[0]
+        is_last = end["reached_at"] is None
+        # Before the repairs: if they fail, the next page is the next one nevertheless.
+        self._position = _Position() if is_last else _Position(end["reached_at"], end["reached_id"], end["edges_seen"])
+        found = [
+            (row["flow_id"], _Stuck(row["partition_key"], row["execution_id"], row["edge_ids"])) for row in rows[1:]
+        ]
+        return found, is_last
+
+    async def _repair(self, flow_id: FlowId | None, stuck: Sequence[_Stuck]) -> int:
+        """Resolve edges of blocked executions of one flow, or of none, and promote those that can run."""
+        edge_ids = [edge_id for each in stuck for edge_id in each.edge_ids]
+        resolved = (
+            0 if flow_id is None or not edge_ids else await self._resolve(stuck[0].partition_key, flow_id, edge_ids)
+        )
+        free = [each for each in stuck if not each.edge_ids]
+        return resolved + (await self._promote(flow_id, free) if free else 0)
+
+    async def _resolve(self, partition: int, flow_id: FlowId, edge_ids: Sequence[UUID]) -> int:
+        """Resolve those of these edges whose upstream executions have ended, or were deleted."""
 
         async def resolve(transaction: Transaction) -> ResolvedEdges:
             flow = await lock_flow_if_exists(transaction, partition, flow_id)
             if flow is None:
                 return ResolvedEdges()
             rows = await transaction.fetch(
-                SQL.list_ended_upstreams,
-                partition_key=partition,
-                execution_ids=[child for _, child in children],
-                limit=EDGE_LIMIT,
+                SQL.list_ended_upstreams, partition_key=partition, flow_id=flow_id, edge_ids=edge_ids
             )
-            edges = [(row["edge_id"], CompletionOutcome[row["terminal_outcome"].upper()]) for row in rows]
+            edges = [(row["edge_id"], _outcome(row["terminal_outcome"])) for row in rows]
             return await self._resolver.resolve_edges(transaction, flow, edges) if edges else ResolvedEdges()
 
         resolved = await self._store.transact(resolve)
         await self._resolver.after_commit(resolved)
-        return resolved.resolved + await self._promote(flow_id, children)
+        return resolved.resolved
 
-    async def _promote_alone(self, children: Sequence[_Child]) -> int:
-        """Promote blocked executions of no flow."""
-        return await self._promote(None, children)
+    async def _promote(self, flow_id: FlowId | None, children: Sequence[_Stuck]) -> int:
+        """Promote blocked executions whose dependencies allow them to run."""
 
-    async def _promote(self, flow_id: FlowId | None, children: Sequence[_Child]) -> int:
         async def promote(transaction: Transaction) -> ResolvedEdges:
             if flow_id is not None:
-                await lock_flow_if_exists(transaction, children[0][0], flow_id)
+                await lock_flow_if_exists(transaction, children[0].partition_key, flow_id)
             rows = await transaction.fetch(
                 SQL.lock_free,
-                partition_keys=[partition for partition, _ in children],
-                execution_ids=[child for _, child in children],
+                partition_keys=[child.partition_key for child in children],
+                execution_ids=[child.execution_id for child in children],
             )
             free = [(row["partition_key"], row["execution_id"]) for row in rows]
             if not free:
@@ -167,20 +214,41 @@ class Blocked:
         return resolved.promoted
 
 
-async def _repair_by_halves(repair: Callable[[Sequence[_Child]], Awaitable[int]], children: Sequence[_Child]) -> int:
-    """Repair children of one flow; after a failure in halves, so that one that cannot be written stops no other."""
+def _outcome(terminal_outcome: str | None) -> CompletionOutcome:
+    """The outcome by which an edge is resolved; an upstream execution that was deleted counts as skipped.
+
+    How it ended is not known any more, and like a skipped one it will never have a result.
+    """
+    return CompletionOutcome.SKIPPED if terminal_outcome is None else CompletionOutcome[terminal_outcome.upper()]
+
+
+def _parts(stuck: Sequence[_Stuck]) -> list[list[_Stuck]]:
+    """The executions in groups that one transaction each can repair."""
+    parts: list[list[_Stuck]] = []
+    room = 0
+    for each in stuck:
+        size = max(1, len(each.edge_ids))
+        if size > room:
+            parts.append([])
+            room = EDGE_LIMIT
+        parts[-1].append(each)
+        room -= size
+    return parts
+
+
+async def _repair_by_halves(repair: Callable[[Sequence[_Stuck]], Awaitable[int]], stuck: Sequence[_Stuck]) -> int:
+    """Repair executions of one flow; after a failure in halves, so that one that cannot be written stops no other."""
     try:
-        return await repair(children)
+        return await repair(stuck)
     except EngineError as fault:
-        if is_connection_fault(fault):
+        if is_connection_fault(fault) and not (isinstance(fault, TransportError) and is_statement_timeout(fault)):
             raise
         if fault.code == "retry_exhausted":
-            logger.debug("%d blocked executions are locked, the next pass tries them again", len(children))
+            logger.debug("%d blocked executions are locked, the next pass tries them again", len(stuck))
             return 0
-        if len(children) == 1:
-            ((partition, uuid),) = children
-            child = format_execution_id(partition, uuid)
+        if len(stuck) == 1:
+            child = format_execution_id(stuck[0].partition_key, stuck[0].execution_id)
             logger.warning("blocked execution %s could not be repaired and is tried again: %s", child, fault)
             return 0
-    middle = len(children) // 2
-    return await _repair_by_halves(repair, children[:middle]) + await _repair_by_halves(repair, children[middle:])
+    middle = len(stuck) // 2
+    return await _repair_by_halves(repair, stuck[:middle]) + await _repair_by_halves(repair, stuck[middle:])

@@ -35,6 +35,8 @@ PATIENCE_SECONDS = 2.0
 """How long a caller waits for entries that are locked elsewhere."""
 LEFT_OVER_MS = 1_000
 """How old an entry is when a sweep settles it instead of the process that queued it."""
+LOCKED_SECONDS = 1.0
+"""How long a sweep leaves an entry aside that is locked elsewhere while there are others."""
 SKIPPED_SECONDS = 15.0
 """How long a sweep leaves an entry aside that it failed to settle."""
 
@@ -95,11 +97,14 @@ class Cascade:
         if not keys:
             return 0
         try:
-            done, _, _ = await self._settle(keys)
+            done, left, is_cut = await self._settle(keys)
         except EngineError as fault:
             if is_connection_fault(fault):
                 raise
             return sum([await self._settle_alone(key) for key in keys])
+        if len(keys) == limit and not is_cut:
+            # All that is left is locked elsewhere, and there may be entries behind it that are not.
+            self._set_aside.update(dict.fromkeys(left, time.monotonic() + LOCKED_SECONDS))
         return done.resolved
 
     async def drain(self) -> None:

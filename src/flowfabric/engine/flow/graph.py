@@ -129,7 +129,7 @@ class Graph:
         edge = EdgeId(parse_uuid(edge_id, "edge_id"))
         upstream, downstream = parse_execution_id(upstream_execution_id), parse_execution_id(downstream_execution_id)
         check_range(expected_graph_revision, "expected_graph_revision", 0, MAX_REVISION)
-        kind, ref = check_short(dependency_kind, "dependency_kind"), _check_ref(data_passing_ref)
+        kind, ref = check_short(dependency_kind, "dependency_kind"), _check_ref(data_passing_ref) or None
         if upstream == downstream:
             raise error("self_referencing_edge", f"edge {edge} leads from {upstream} to itself")
         ends = {"upstream_id": split_execution_id(upstream)[1], "downstream_id": split_execution_id(downstream)[1]}
@@ -208,7 +208,7 @@ class Graph:
         """Make a downstream execution depend on a staged edge; if it is runnable, it waits from now on.
 
         If the upstream execution has ended, the edge is resolved in the same transaction. The kind and the data
-        reference are as staged unless they are given here.
+        reference are as staged unless they are given here; an empty reference passes no data.
         """
         partition, flow = check_flow_id(self._store, flow_id)
         edge = EdgeId(parse_uuid(edge_id, "edge_id"))
@@ -289,8 +289,8 @@ def _check_partition(
 
 
 def _check_ref(ref: object) -> str | None:
-    """The reference to store: none if it is empty."""
-    return None if ref is None else check_length(ref, "data_passing_ref", MAX_REF_CHARACTERS) or None
+    """The reference that was given; an empty one is stored as none."""
+    return None if ref is None else check_length(ref, "data_passing_ref", MAX_REF_CHARACTERS)
 
 
 def _check_child(row: Record, flow: FlowId, downstream: ExecutionId) -> None:

@@ -120,13 +120,13 @@ select e.edge_id, e.upstream_id, e.downstream_id, e.state, u.lifecycle_phase as 
  where e.partition_key = :partition_key and e.flow_id = :flow_id and e.edge_id = :edge_id;
 
 -- name: apply_edge
--- Makes a staged edge of a locked flow count for its downstream execution; returns how many of its edges are unresolved, and the state
--- of the group.
+-- Makes a staged edge of a locked flow count for its downstream execution, with the kind and the data reference that are given instead
+-- of the staged ones; an empty reference is none. Returns how many of its edges are unresolved, and the state of the group.
 with clock as materialized (select ff_now() as now),
 applied as (
   update edge e
      set state = 'unsatisfied', applied_at = c.now, dependency_kind = coalesce(:dependency_kind, e.dependency_kind),
-         data_passing_ref = coalesce(:data_passing_ref, e.data_passing_ref)
+         data_passing_ref = nullif(coalesce(:data_passing_ref, e.data_passing_ref), '')
     from clock c
    where e.partition_key = :partition_key and e.flow_id = :flow_id and e.edge_id = :edge_id
 )

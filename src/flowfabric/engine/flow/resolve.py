@@ -1,5 +1,6 @@
 """Resolution of edges: what the end of an upstream execution means for the groups and the children behind it."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from uuid import UUID
@@ -25,10 +26,13 @@ SQL = statements_beside(__file__)
 EDGE_LIMIT = 1000
 """How many edges one transaction resolves at most."""
 
+logger = logging.getLogger(__name__)
+
 _PROMOTION = {
     **PROMOTED,
     "delayed_eligibility": EligibilityState.NOT_ELIGIBLE_UNTIL_TIME,
     "delayed_blocking": BlockingReason.WAITING_FOR_DELAY,
+    "backoff_blocking": BlockingReason.WAITING_FOR_RETRY_BACKOFF,
     "first_attempt": AttemptState.PENDING_FIRST_ATTEMPT,
 }
 
@@ -110,6 +114,10 @@ class Resolver:
         left = _keys(locked["left_partitions"], locked["left_event_ids"])
         if not locked["event_ids"]:
             return ResolvedEdges(), left, False
+        if locked["event_ids_without_flow"]:
+            logger.warning(
+                "dropping events %s of the cascade: their flow was deleted", locked["event_ids_without_flow"]
+            )
         (row,) = await transaction.fetch(
             SQL.settle_entries,
             entry_partitions=locked["entry_partitions"],

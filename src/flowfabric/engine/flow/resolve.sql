@@ -103,13 +103,17 @@ skippable as materialized (
 )
 
 -- fragment: promoted
--- Makes the executions in promotable, which the transaction has locked, claimable, or delayed if their delay has not elapsed.
+-- Makes the executions in promotable, which the transaction has locked, claimable, or delayed if their delay has not elapsed. Only a
+-- delay before a retry is the backoff of one.
 promoted as (
   update execution e
      set eligibility_state = case when e.delay_until > c.now then :delayed_eligibility else :to_eligibility end::eligibility_state,
-         blocking_reason = case when e.delay_until > c.now then :delayed_blocking else :to_blocking end::blocking_reason,
+         blocking_reason = case
+           when e.delay_until > c.now then case e.attempt_state when 'pending_retry_attempt' then :backoff_blocking else :delayed_blocking end
+           else :to_blocking end::blocking_reason,
          attempt_state = case e.attempt_state when 'none' then :first_attempt else e.attempt_state end,
-         blocking_detail = case when e.delay_until > c.now then 'delayed until ' || e.delay_until end,
+         blocking_detail = case when e.delay_until > c.now then
+           case e.attempt_state when 'pending_retry_attempt' then 'retry backoff until ' else 'delayed until ' end || e.delay_until end,
          delay_until = case when e.delay_until > c.now then e.delay_until end,
          last_transition_at = c.now, last_mutation_at = null
     from promotable p
@@ -197,9 +201,13 @@ out_edge as materialized (
 -- name: lock_entries
 -- Locks entries that still exist, their flows, and the children of the next :edges edges that leave their executions, except what is
 -- locked elsewhere. Returns the locked entries, those that are locked elsewhere, the children, and whether an edge passes data. Edges
--- that appear meanwhile have a child that is not locked, so settle_entries leaves them.
+-- that appear meanwhile have a child that is not locked, so settle_entries leaves them. Flows and children that do not exist count as
+-- locked: nothing can be done for them, so they keep no entry. Entries of such flows are returned too. The offsets keep the planner from
+-- reading the whole table for a lookup.
 with found as materialized (
-  select i.partition_key, i.event_id, f.flow_id is not null as is_locked
+  select i.partition_key, i.event_id, f.flow_id is null as is_without_flow, f.flow_id is not null or (
+           c.flow_id is not null
+           and not exists (select from flow f where f.partition_key = c.partition_key and f.flow_id = c.flow_id offset 0)) as is_locked
     from unnest(:entry_partitions::smallint[], :event_ids::bigint[]) as i(partition_key, event_id)
    cross join lateral (
          select x.flow_id from cascade_entry x where x.partition_key = i.partition_key and x.event_id = i.event_id limit 1) x
@@ -213,16 +221,19 @@ locked_entry as materialized (select partition_key, event_id from found where is
 -- include: entries
 ,
 locked_child as materialized (
-  select e.execution_id
+  select d.downstream_id as execution_id
     from (select distinct o.partition_key, o.downstream_id from out_edge o where o.nth <= :edges order by o.partition_key, o.downstream_id) d
-   cross join lateral (
+    left join lateral (
          select e.execution_id from execution e
-          where e.partition_key = d.partition_key and e.execution_id = d.downstream_id for update skip locked) e
+          where e.partition_key = d.partition_key and e.execution_id = d.downstream_id for update skip locked) e on true
+   where e.execution_id is not null
+      or not exists (select from execution e where e.partition_key = d.partition_key and e.execution_id = d.downstream_id offset 0)
 )
 select (select array_agg(partition_key) from locked_entry) as entry_partitions,
        (select array_agg(event_id) from locked_entry) as event_ids,
        (select array_agg(partition_key) from found where not is_locked) as left_partitions,
        (select array_agg(event_id) from found where not is_locked) as left_event_ids,
+       (select array_agg(event_id) from found where is_locked and is_without_flow) as event_ids_without_flow,
        (select array_agg(execution_id) from locked_child) as children,
        coalesce((select bool_or(data_passing_ref is not null) from out_edge), false) as has_data;
 
