@@ -66,6 +66,34 @@ async def test_a_member_that_stays_locked_is_named_delays_no_other_and_is_left_t
     await nothing_owed(rows)
 
 
+async def test_a_member_whose_end_a_trigger_refuses_is_the_only_one_that_fails(
+    flows: NewFlow, rows: Rows, engine: Engine, connection: asyncpg.Connection, clock: Clock
+) -> None:
+    flow, unattended = await flows(), await flows()
+    members, left = await flow.members(3), await unattended.members(3)
+    for trigger, refused in (("first", members[1]), ("second", left[1])):
+        await connection.execute(
+            f"""create or replace function refuse() returns trigger language plpgsql as
+                $$begin raise exception 'not this one'; end$$;
+                create trigger {trigger} before update on execution for each row
+                  when (new.execution_id = '{uuid_of(refused)}' and new.lifecycle_phase = 'terminal')
+                  execute function refuse()"""
+        )
+    answer = await flow.cancel(wait=WaitIndefinite())
+    assert answer == PartiallyCancelled(
+        cancellation_policy=ALL, member_execution_ids=members, failed_member_execution_ids=[members[1]]
+    )
+    await unattended.cancel_header()
+    await clock.advance(seconds=31)
+    assert (await parts_of(engine).cancel_backlog.reconcile_due()).done == 2
+    assert await owed(rows, flow.flow_id) == [uuid_of(members[1])]
+    assert await owed(rows, unattended.flow_id) == [uuid_of(left[1])]
+    await connection.execute("drop trigger first on execution; drop trigger second on execution")
+    parts_of(engine).cancel_backlog.quarantine._failures.clear()
+    assert (await parts_of(engine).cancel_backlog.reconcile_due()).done == 2
+    await nothing_owed(rows)
+
+
 async def test_acknowledging_the_last_members_at_the_same_time_leaves_no_header(
     flows: NewFlow, rows: Rows, engine: Engine, engines: Engines, eventually: Eventually
 ) -> None:
