@@ -166,6 +166,20 @@ async def test_the_sweep_works_in_batches_and_passes_over_members_that_it_failed
     await nothing_owed(rows)
 
 
+async def test_a_pass_that_has_taken_its_time_leaves_the_other_flows_to_the_next_one(
+    flows: NewFlow, rows: Rows, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, "PASS_SECONDS", -1.0)
+    for _ in range(3):
+        flow = await flows()
+        await flow.members(2)
+        await flow.cancel_header(grace_ms=0)
+    sweep = parts_of(engine).cancel_backlog
+    results = [await sweep.reconcile_due() for _ in range(3)]
+    assert results == [(2, True, ()), (2, True, ()), (2, False, ())]
+    await nothing_owed(rows)
+
+
 async def test_the_sweep_gives_up_what_can_never_be_cancelled(
     flows: NewFlow,
     rows: Rows,
