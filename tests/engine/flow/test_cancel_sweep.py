@@ -18,11 +18,13 @@ from flowfabric.model.flow import (
     PartiallyCancelled,
     WaitIndefinite,
 )
+from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
 
 from .conftest import NewFlow
 from .flows import (
     LOCK_SUSPENSION,
+    cancel_owed,
     is_settled,
     nothing_owed,
     owed,
@@ -178,6 +180,52 @@ async def test_a_pass_that_has_taken_its_time_leaves_the_other_flows_to_the_next
     results = [await sweep.reconcile_due() for _ in range(3)]
     assert results == [(2, True, ()), (2, True, ()), (2, False, ())]
     await nothing_owed(rows)
+
+
+async def test_a_member_that_is_replayed_after_the_backlog_was_read_is_not_cancelled(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine
+) -> None:
+    flow = await flows()
+    handle = await flow.member(given.claimed)
+    (other,) = await flow.members(1)
+    await flow.cancel_header(grace_ms=0)
+    sweep = parts_of(engine).cancel_backlog
+    (due,) = await sweep._list_due()
+    await engine.complete(handle, b"done")
+    await engine.replay_execution(execution_id=handle.execution_id, allow_cancelled_flow=True)
+    # What a dispatch has in memory is as old.
+    for _ in range(2):
+        assert await cancel_owed(engine, flow, [handle.execution_id]) == []
+        assert await sweep._reconcile(due) == 2
+    assert await flow.states(rows) == {handle.execution_id: "waiting", other: "cancelled"}
+    await nothing_owed(rows)
+
+
+async def test_of_a_replay_and_a_sweep_at_the_same_time_the_replay_wins(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine, engines: Engines
+) -> None:
+    other = await engines()
+    sweep = parts_of(engine).cancel_backlog
+    for _ in rounds(5, whole=40):
+        flow = await flows()
+        handles = [await flow.member(given.claimed, lane_id="raced") for _ in range(3)]
+        (waiting,) = await flow.members(1)
+        await flow.cancel_header(grace_ms=0)
+        for handle in handles:
+            await engine.complete(handle, b"done")
+
+        async def replay(handles: Sequence[Handle] = handles) -> None:
+            for handle in handles:
+                await other.replay_execution(execution_id=handle.execution_id, allow_cancelled_flow=True)
+
+        await asyncio.gather(replay(), sweep.reconcile_due())
+        while await owed(rows, flow.flow_id):
+            sweep.quarantine._failures.clear()
+            await sweep.reconcile_due()
+        replayed = dict.fromkeys([handle.execution_id for handle in handles], "waiting")
+        assert await flow.states(rows) == {**replayed, waiting: "cancelled"}
+        for execution_id in replayed:
+            await engine.cancel_execution(execution_id=execution_id, reason="the next round follows")
 
 
 async def test_the_sweep_gives_up_what_can_never_be_cancelled(

@@ -1,5 +1,6 @@
 """Cancelling the siblings of decided groups while others hold rows, replay siblings, or have many of them."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,13 +9,14 @@ import asyncpg
 import pytest
 
 from engine.flow.driving import DrivenFlow
-from engine.state import refused
-from fixtures import Rows, uuid_of
+from engine.flow.graphs import BuiltFlow
+from engine.state import refused, rounds
+from fixtures import Engines, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import siblings
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.edge import SiblingDrain
+from flowfabric.model.edge import AnyOfEdges, OnSatisfied, SiblingDrain
 from flowfabric.model.ids import ExecutionId
 
 pytestmark = pytest.mark.usefixtures("consistent_rows")
@@ -126,3 +128,54 @@ async def test_a_call_cancels_all_siblings_of_a_long_list(
     flow = await decided(engine, rows, "a b c d e")
     assert await engine.drain_sibling_cancel_group(flow.flow_id, flow.id("z")) is SiblingDrain.DRAINED
     assert await states(engine, [flow.id(name) for name in "bcde"]) == ["cancelled"] * 4
+
+
+async def test_an_upstream_execution_whose_edge_is_only_staged_is_a_sibling(
+    engine: Engine, given: Given, rows: Rows, sweep: Siblings
+) -> None:
+    flow = await BuiltFlow.create(given, rows)
+    winner = await given.claimed(execution_id=flow.mint(), lane_id="upstream")
+    await flow.add(winner.execution_id)
+    sibling, child = await flow.members(2)
+    await flow.policy(child, AnyOfEdges(OnSatisfied.CANCEL_REMAINING))
+    await flow.connect(winner.execution_id, child)
+    await flow.stage(sibling, child)
+    await engine.complete(winner, b"done")
+    await parts_of(engine).cascade.drain()
+    assert (await sweep.dispatch()).done == 1
+    assert await states(engine, [sibling]) == ["cancelled"]
+
+
+async def test_a_sibling_that_is_replayed_after_the_sweep_has_read_its_list_is_not_cancelled(
+    engine: Engine, rows: Rows, sweep: Siblings
+) -> None:
+    flow = await decided(engine, rows, "a b c")
+    (group,) = await sweep._list(10)
+    await flow.fail("b")
+    await engine.replay_execution(execution_id=flow.id("b"))
+    assert await sweep._drain(group) is SiblingDrain.DRAINED
+    assert await states(engine, [flow.id("b"), flow.id("c")]) == ["waiting", "cancelled"]
+    assert await rows.of("pending_cancel_group") == []
+
+
+async def test_of_a_replay_and_a_sweep_at_the_same_time_the_replay_wins(
+    engine: Engine, engines: Engines, rows: Rows, sweep: Siblings
+) -> None:
+    other = await engines()
+    for _ in rounds(5, whole=40):
+        flow = await decided(engine, rows, "a b c d")
+        failed = [flow.id(name) for name in "bc"]
+        for name in "bc":
+            await flow.fail(name)
+
+        async def replay(execution_ids: Sequence[ExecutionId] = failed) -> None:
+            for execution_id in execution_ids:
+                await other.replay_execution(execution_id=execution_id)
+
+        await asyncio.gather(replay(), sweep.dispatch())
+        await flow.settle()
+        # The sweep leaves what the replay has locked.
+        while await rows.of("pending_cancel_group"):
+            sweep.quarantine._failures.clear()
+            await sweep.dispatch()
+        assert await states(engine, [*failed, flow.id("d")]) == ["waiting", "waiting", "cancelled"]

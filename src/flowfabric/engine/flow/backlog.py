@@ -9,7 +9,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.quarantine import Quarantine, is_connection_fault
 from flowfabric.engine.core.sweep import PASS_SECONDS, SweepResult
-from flowfabric.engine.execution.cancel_many import PATIENCE_SECONDS, CancelMany
+from flowfabric.engine.execution.cancel_many import PATIENCE_SECONDS, CancelMany, CancelResult
 from flowfabric.engine.flow.row import check_flow_id
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError
@@ -103,7 +103,7 @@ class CancelBacklog:
             await self._ack(partition_key, flow_id, [])
             return 1
         reason = row["reason"] or DEFAULT_REASON
-        results = await self._cancel_many.cancel(owed, reason=reason, patience_seconds=SWEEP_PATIENCE_SECONDS)
+        results = await self._cancel_owed(partition_key, flow_id, owed, reason, patience_seconds=SWEEP_PATIENCE_SECONDS)
         ended: list[ExecutionId] = []
         for execution_id, result in zip(owed, results, strict=True):
             if not isinstance(result, EngineError):
@@ -119,6 +119,26 @@ class CancelBacklog:
             await self._ack(partition_key, flow_id, ended)
         return len(ended)
 
+    async def _cancel_owed(
+        self,
+        partition_key: int,
+        flow_id: FlowId,
+        execution_ids: Sequence[ExecutionId],
+        reason: str,
+        *,
+        patience_seconds: float,
+    ) -> list[CancelResult]:
+        """Cancel members unless they are owed no longer, as those that were replayed meanwhile."""
+
+        async def still_owed(transaction: Transaction, uuids: Sequence[str]) -> set[str]:
+            key = {"partition_key": partition_key, "flow_id": flow_id}
+            rows = await transaction.fetch(SQL.list_owed_members, **key, execution_ids=uuids)
+            return {str(row["execution_id"]) for row in rows}
+
+        return await self._cancel_many.cancel(
+            execution_ids, reason=reason, patience_seconds=patience_seconds, still_wanted=still_owed
+        )
+
     async def _cancel(
         self,
         partition_key: int,
@@ -131,7 +151,9 @@ class CancelBacklog:
         """Cancel members and acknowledge them; return those that failed, or raise if the store is unreachable."""
         failed: list[ExecutionId] = []
         ended: list[ExecutionId] = []
-        results = await self._cancel_many.cancel(execution_ids, reason=reason, patience_seconds=patience_seconds)
+        results = await self._cancel_owed(
+            partition_key, flow_id, execution_ids, reason, patience_seconds=patience_seconds
+        )
         for execution_id, result in zip(execution_ids, results, strict=True):
             if not isinstance(result, EngineError):
                 ended.append(execution_id)

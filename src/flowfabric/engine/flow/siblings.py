@@ -14,6 +14,7 @@ from flowfabric.engine.core.sweep import PASS_SECONDS, SweepResult
 from flowfabric.engine.execution.cancel_many import (
     PATIENCE_SECONDS,
     PAUSE_SECONDS,
+    CancelDisposition,
     CancelMany,
 )
 from flowfabric.engine.flow.row import check_flow_id
@@ -171,11 +172,17 @@ class Siblings:
 
         Raise what kept one of them from being cancelled.
         """
+
+        async def still_pending(transaction: Transaction, uuids: Sequence[str]) -> set[str]:
+            rows = await transaction.fetch(SQL.list_pending_siblings, **group.key, execution_ids=uuids)
+            return {str(row["execution_id"]) for row in rows}
+
         results = await self._cancels.cancel(
             group.members,
             reason=group.reason,
             source=CancelSource.OPERATOR_OVERRIDE,
             patience_seconds=patience_seconds,
+            still_wanted=still_pending,
         )
         problems = [result for result in results if isinstance(result, EngineError)]
         # A short list stays whole: the next pass tries all of it. Of a longer one, the next pass sees the rest.
@@ -184,7 +191,7 @@ class Siblings:
         handled = [
             row_key(member)[1]
             for member, result in zip(group.members, results, strict=True)
-            if not isinstance(result, EngineError)
+            if not isinstance(result, EngineError) and result is not CancelDisposition.WITHDRAWN
         ]
         became = await self._take(group, handled, max(patience_seconds, GROUP_PATIENCE_SECONDS))
         if problems:

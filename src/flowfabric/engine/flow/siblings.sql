@@ -23,6 +23,14 @@ select p.partition_key, p.flow_id, p.downstream_id, g.is_flagged, g.members, g.r
   -- include: group
  order by p.enqueued_at;
 
+-- name: list_pending_siblings
+-- Those of the given siblings that are still to be cancelled for a group.
+select m.execution_id
+  from edge_group g
+ cross join lateral unnest(g.cancel_siblings_pending_members) as m(execution_id)
+ where g.partition_key = :partition_key and g.flow_id = :flow_id and g.downstream_id = :downstream_id
+   and m.execution_id = any(:execution_ids::uuid[]);
+
 -- name: take_siblings
 -- Removes siblings that need no cancellation any more from the list of a group, unless another session has locked the group; with the
 -- last one, the flag of the group is cleared and its entry deleted. Returns what became of the entry: taken; gone, if it was before;
