@@ -148,6 +148,8 @@ async def check_source_needs_lease(source: str, engine: Engine, given: Given, ro
     async with rows.unchanged():
         for wrong, code in refusals:
             await refused(engine.cancel_execution(**named, **wrong), code)
+        stale = {**fence, "lease_epoch": 2}
+        await refused(engine.cancel_execution(**named, **stale), "stale_lease", "the current run has 1, got 2")
     await engine.cancel_execution(**named, **fence)
     assert (await rows.execution(handle.execution_id))["cancelled_by"] == source
     for fields in (["lease_id", "lease_epoch"], ["lease_id", "lease_epoch", "attempt_id"]):

@@ -78,12 +78,14 @@ class Cancel:
                     f"fence_required: source {source!r} may cancel a running execution only with its lease_id and"
                     f" lease_epoch; give both, or use source {CancelSource.OPERATOR_OVERRIDE.value!r}",
                 )
-            if (
-                locked.lease_id != expected_lease
-                or locked.lease_epoch != lease_epoch
-                or (expected_attempt is not None and locked.attempt_id != expected_attempt)
-            ):
-                raise error("stale_lease")
+            fence = (
+                ("lease_id", locked.lease_id, expected_lease),
+                ("lease_epoch", locked.lease_epoch, lease_epoch),
+                ("attempt_id", locked.attempt_id, expected_attempt or locked.attempt_id),
+            )
+            for name, found, given in fence:
+                if found != given:
+                    raise error("stale_lease", f"{name}: the current run has {found}, got {given}")
 
         async def end(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
             locked = await lock_execution(transaction, parsed)
