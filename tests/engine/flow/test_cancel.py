@@ -163,11 +163,20 @@ async def test_a_repeated_call_waits_only_for_what_the_stored_policy_covers(
     await refused(flow.cancel(wait=True), "invalid_input", "NoWait, WaitUpTo or WaitIndefinite")
 
 
-async def test_a_flow_that_is_gone_ends_the_wait(
-    flows: NewFlow, given: Given, engine: Engine, connection: asyncpg.Connection, eventually: Eventually
+async def test_a_cancel_without_a_reason_gives_the_members_a_default(
+    flows: NewFlow, rows: Rows, engine: Engine
 ) -> None:
     flow = await flows()
-    await flow.members(1)
+    (member,) = await flow.members(1)
+    await engine.cancel_flow(flow.flow_id, reason="", cancellation_policy=ALL, wait=WaitIndefinite())
+    assert (await rows.execution(member))["cancellation_reason"] == "flow_cancelled"
+
+
+async def test_a_flow_that_is_gone_ends_the_wait_and_owes_nothing(
+    flows: NewFlow, rows: Rows, engine: Engine, connection: asyncpg.Connection, eventually: Eventually
+) -> None:
+    flow = await flows()
+    (member,) = await flow.members(1)
     await flow.cancel_header()
     waiting = asyncio.create_task(flow.cancel(wait=WaitIndefinite()))
     await eventually(lambda: has_polled(connection))
@@ -176,7 +185,10 @@ async def test_a_flow_that_is_gone_ends_the_wait(
     await connection.execute("update execution set flow_id = null where flow_id = $1", flow.flow_id)
     assert isinstance(await waiting, FlowCancelled)
     await connection.execute("update cancel_backlog set grace_until = 0")
-    assert (await parts_of(engine).cancel_backlog.reconcile_due()).done == 1
+    async with rows.unchanged(without=("cancel_backlog", "cancel_backlog_member")):
+        assert (await parts_of(engine).cancel_backlog.reconcile_due()).done == 1
+    await nothing_owed(rows)
+    assert await engine.read_execution_state(member) == "waiting"
 
 
 async def has_polled(connection: asyncpg.Connection) -> bool:
