@@ -163,6 +163,24 @@ async def test_a_repeated_call_waits_only_for_what_the_stored_policy_covers(
     await refused(flow.cancel(wait=True), "invalid_input", "NoWait, WaitUpTo or WaitIndefinite")
 
 
+async def test_whatever_the_policy_a_repeated_call_waits_for_members_that_are_held_back_and_not_for_replayed_ones(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine
+) -> None:
+    for policy in ("cancel_all", "cancel_pending"):
+        flow = await flows()
+        acknowledged, ended = await flow.members(2)
+        await flow.cancel_header(policy)
+        for each in (acknowledged, ended):
+            await engine.ack_cancel_member(flow.flow_id, each)
+        await engine.cancel_execution(execution_id=ended, reason="x")
+        await engine.replay_execution(execution_id=ended, allow_cancelled_flow=True)
+        await refused(flow.cancel(wait=WaitUpTo(0)), "timeout")
+        await engine.cancel_execution(execution_id=acknowledged, reason="x")
+        assert isinstance(await flow.cancel(wait=WaitUpTo(0)), FlowCancelled)
+        assert await flow.states(rows) == {acknowledged: "cancelled", ended: "waiting"}
+    await nothing_owed(rows)
+
+
 async def test_a_cancel_without_a_reason_gives_the_members_a_default(
     flows: NewFlow, rows: Rows, engine: Engine
 ) -> None:
