@@ -9,8 +9,9 @@ import pytest
 from engine.flow.graphs import BuiltFlow
 from engine.flows import stop_cascade
 from fixtures import Clock, Given, Rows, uuid_of
+from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.flow import cascade, siblings
+from flowfabric.engine.flow import cascade
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.edge import AnyOfEdges, OnSatisfied
 from flowfabric.model.ids import ExecutionId
@@ -159,7 +160,7 @@ async def test_what_cannot_be_written_does_not_block_the_others(
     bad_at: int,
 ) -> None:
     monkeypatch.setattr(cascade, "SKIPPED_SECONDS", 3600.0)
-    monkeypatch.setattr(siblings, "SKIPPED_SECONDS", 3600.0)
+    parts_of(engine).siblings.quarantine = Quarantine(3600.0)
     scene, case = Scene(engine, given, rows, connection), CASES[name]
     made = await case.make(scene)
     bad = made[bad_at]
@@ -178,8 +179,8 @@ async def test_what_cannot_be_written_does_not_block_the_others(
     assert not await case.is_done(scene, bad)
 
     await connection.execute(f"alter table {case.table} disable trigger poison")
-    for part in (parts_of(engine).cascade, parts_of(engine).siblings):
-        part._set_aside.clear()
+    parts_of(engine).cascade._set_aside.clear()
+    parts_of(engine).siblings.quarantine._failures.clear()
     await clock.advance(ms=MINUTE)
     await reconciler.catch_up()
     assert await case.is_done(scene, bad)

@@ -19,7 +19,7 @@ from flowfabric.model.errors import EngineError, TransportError, error
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
-from flowfabric.worker.faults import is_bad_input, is_store_fault
+from flowfabric.worker.faults import is_bad_input, is_store_fault, retry_log_level
 from flowfabric.worker.worker import Worker
 
 from .waiting import Gate
@@ -59,6 +59,11 @@ def test_only_a_fault_of_the_store_is_worth_a_retry() -> None:
     refusals += [error("lease_conflict")]
     assert [fault for fault in faults if not is_store_fault(fault) or is_bad_input(fault)] == []
     assert [refusal for refusal in refusals if is_store_fault(refusal)] == []
+
+
+def test_an_answer_that_refuses_a_call_is_no_outage_and_is_logged_each_time() -> None:
+    assert retry_log_level(TransportError("busy_loading")) == logging.DEBUG
+    assert retry_log_level(TransportError("protocol")) == logging.WARNING
 
 
 @pytest.fixture

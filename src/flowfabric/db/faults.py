@@ -9,6 +9,7 @@ VALUE_ERRORS: Final = ("22", "23", "54")
 TEMPORARY: Final = ("53", "55", "57", "58")
 """SQLSTATE classes of a server that cannot work at the moment: resources, state, operator, system."""
 
+_STORE_FAILURES = frozenset({"transport", "auth", "timeout", "busy_loading"})
 _READ_ONLY = "25006"
 _COMPLETION_UNKNOWN = "40003"
 
@@ -48,8 +49,11 @@ class StoreFault(Exception):
 
     @property
     def is_store_failure(self) -> bool:
-        """Whether the store itself failed, so that trying the items of a batch one by one would not help."""
-        return self.kind not in ("contention", "other")
+        """Whether the store itself failed, so that trying the items of a batch one by one would not help.
+
+        Any other answer may be that to one item: a trigger of the user may raise whatever it likes.
+        """
+        return self.kind in _STORE_FAILURES
 
     def copy(self) -> "StoreFault":
         """The same fault for another caller: each raised exception collects its own traceback."""

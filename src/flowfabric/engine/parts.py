@@ -135,7 +135,9 @@ class Parts:
         self.cascade = services.add(Cascade(store, resolver))
         services.add(Replays(store, resolver, self.cascade))
         self.blocked = services.add(Blocked(store, resolver, self.cascade))
-        self.siblings = services.add(Siblings(store, self.cancel_many))
+        self.siblings = services.add(
+            Siblings(store, self.cancel_many, Quarantine(settings.edge_cancel_dispatcher_interval_s))
+        )
         self.cancel_backlog = services.add(
             CancelBacklog(store, self.cancel_many, Quarantine(settings.cancel_reconciler_interval_s))
         )

@@ -50,6 +50,7 @@ _LOSSES: Final = {
 _ASKED_FOR: Final = frozenset({LostReason.COMPLETED, LostReason.FAILED, LostReason.RETRY, LostReason.RETRY_NOW})
 _EXPIRIES: Final = frozenset({LostReason.TIMEOUT_EXPIRED, LostReason.DEADLINE_EXPIRED})
 _FAULTS: Final = frozenset({"resource_exhausted", "bug"})
+_REFUSED: Final = frozenset({TransportKind.OTHER, TransportKind.PROTOCOL})
 _UNANSWERED: Final = frozenset({TransportKind.TRANSPORT, TransportKind.TIMEOUT})
 
 
@@ -109,7 +110,7 @@ def retry_log_level(error: Exception) -> int:
 
 
 def _is_outage(error: Exception) -> bool:
-    return isinstance(error, TransportError) and error.kind is not TransportKind.OTHER
+    return isinstance(error, TransportError) and error.kind not in _REFUSED
 
 
 class StoreHealth:

@@ -163,11 +163,38 @@ async def test_a_repeated_call_waits_only_for_what_the_stored_policy_covers(
     await refused(flow.cancel(wait=True), "invalid_input", "NoWait, WaitUpTo or WaitIndefinite")
 
 
-async def test_a_flow_that_is_gone_ends_the_wait(
-    flows: NewFlow, given: Given, engine: Engine, connection: asyncpg.Connection, eventually: Eventually
+async def test_whatever_the_policy_a_repeated_call_waits_for_members_that_are_held_back_and_not_for_replayed_ones(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine
+) -> None:
+    for policy in ("cancel_all", "cancel_pending"):
+        flow = await flows()
+        acknowledged, ended = await flow.members(2)
+        await flow.cancel_header(policy)
+        for each in (acknowledged, ended):
+            await engine.ack_cancel_member(flow.flow_id, each)
+        await engine.cancel_execution(execution_id=ended, reason="x")
+        await engine.replay_execution(execution_id=ended, allow_cancelled_flow=True)
+        await refused(flow.cancel(wait=WaitUpTo(0)), "timeout")
+        await engine.cancel_execution(execution_id=acknowledged, reason="x")
+        assert isinstance(await flow.cancel(wait=WaitUpTo(0)), FlowCancelled)
+        assert await flow.states(rows) == {acknowledged: "cancelled", ended: "waiting"}
+    await nothing_owed(rows)
+
+
+async def test_a_cancel_without_a_reason_gives_the_members_a_default(
+    flows: NewFlow, rows: Rows, engine: Engine
 ) -> None:
     flow = await flows()
-    await flow.members(1)
+    (member,) = await flow.members(1)
+    await engine.cancel_flow(flow.flow_id, reason="", cancellation_policy=ALL, wait=WaitIndefinite())
+    assert (await rows.execution(member))["cancellation_reason"] == "flow_cancelled"
+
+
+async def test_a_flow_that_is_gone_ends_the_wait_and_owes_nothing(
+    flows: NewFlow, rows: Rows, engine: Engine, connection: asyncpg.Connection, eventually: Eventually
+) -> None:
+    flow = await flows()
+    (member,) = await flow.members(1)
     await flow.cancel_header()
     waiting = asyncio.create_task(flow.cancel(wait=WaitIndefinite()))
     await eventually(lambda: has_polled(connection))
@@ -176,7 +203,10 @@ async def test_a_flow_that_is_gone_ends_the_wait(
     await connection.execute("update execution set flow_id = null where flow_id = $1", flow.flow_id)
     assert isinstance(await waiting, FlowCancelled)
     await connection.execute("update cancel_backlog set grace_until = 0")
-    assert (await parts_of(engine).cancel_backlog.reconcile_due()).done == 1
+    async with rows.unchanged(without=("cancel_backlog", "cancel_backlog_member")):
+        assert (await parts_of(engine).cancel_backlog.reconcile_due()).done == 1
+    await nothing_owed(rows)
+    assert await engine.read_execution_state(member) == "waiting"
 
 
 async def has_polled(connection: asyncpg.Connection) -> bool:

@@ -18,11 +18,13 @@ from flowfabric.model.flow import (
     PartiallyCancelled,
     WaitIndefinite,
 )
+from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
 
 from .conftest import NewFlow
 from .flows import (
     LOCK_SUSPENSION,
+    cancel_owed,
     is_settled,
     nothing_owed,
     owed,
@@ -63,6 +65,34 @@ async def test_a_member_that_stays_locked_is_named_delays_no_other_and_is_left_t
     parts_of(engine).cancel_backlog.quarantine._failures.clear()
     assert (await parts_of(engine).cancel_backlog.reconcile_due()).done == 1
     assert (await flow.states(rows))[locked] == "cancelled"
+    await nothing_owed(rows)
+
+
+async def test_a_member_whose_end_a_trigger_refuses_is_the_only_one_that_fails(
+    flows: NewFlow, rows: Rows, engine: Engine, connection: asyncpg.Connection, clock: Clock
+) -> None:
+    flow, unattended = await flows(), await flows()
+    members, left = await flow.members(3), await unattended.members(3)
+    for trigger, refused in (("first", members[1]), ("second", left[1])):
+        await connection.execute(
+            f"""create or replace function refuse() returns trigger language plpgsql as
+                $$begin raise exception 'not this one'; end$$;
+                create trigger {trigger} before update on execution for each row
+                  when (new.execution_id = '{uuid_of(refused)}' and new.lifecycle_phase = 'terminal')
+                  execute function refuse()"""
+        )
+    answer = await flow.cancel(wait=WaitIndefinite())
+    assert answer == PartiallyCancelled(
+        cancellation_policy=ALL, member_execution_ids=members, failed_member_execution_ids=[members[1]]
+    )
+    await unattended.cancel_header()
+    await clock.advance(seconds=31)
+    assert (await parts_of(engine).cancel_backlog.reconcile_due()).done == 2
+    assert await owed(rows, flow.flow_id) == [uuid_of(members[1])]
+    assert await owed(rows, unattended.flow_id) == [uuid_of(left[1])]
+    await connection.execute("drop trigger first on execution; drop trigger second on execution")
+    parts_of(engine).cancel_backlog.quarantine._failures.clear()
+    assert (await parts_of(engine).cancel_backlog.reconcile_due()).done == 2
     await nothing_owed(rows)
 
 
@@ -136,6 +166,66 @@ async def test_the_sweep_works_in_batches_and_passes_over_members_that_it_failed
     sweep.quarantine._failures.clear()
     assert (await sweep.reconcile_due()).done == 1
     await nothing_owed(rows)
+
+
+async def test_a_pass_that_has_taken_its_time_leaves_the_other_flows_to_the_next_one(
+    flows: NewFlow, rows: Rows, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, "PASS_SECONDS", -1.0)
+    for _ in range(3):
+        flow = await flows()
+        await flow.members(2)
+        await flow.cancel_header(grace_ms=0)
+    sweep = parts_of(engine).cancel_backlog
+    results = [await sweep.reconcile_due() for _ in range(3)]
+    assert results == [(2, True, ()), (2, True, ()), (2, False, ())]
+    await nothing_owed(rows)
+
+
+async def test_a_member_that_is_replayed_after_the_backlog_was_read_is_not_cancelled(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine
+) -> None:
+    flow = await flows()
+    handle = await flow.member(given.claimed)
+    (other,) = await flow.members(1)
+    await flow.cancel_header(grace_ms=0)
+    sweep = parts_of(engine).cancel_backlog
+    (due,) = await sweep._list_due()
+    await engine.complete(handle, b"done")
+    await engine.replay_execution(execution_id=handle.execution_id, allow_cancelled_flow=True)
+    # What a dispatch has in memory is as old.
+    for _ in range(2):
+        assert await cancel_owed(engine, flow, [handle.execution_id]) == []
+        assert await sweep._reconcile(due) == 2
+    assert await flow.states(rows) == {handle.execution_id: "waiting", other: "cancelled"}
+    await nothing_owed(rows)
+
+
+async def test_of_a_replay_and_a_sweep_at_the_same_time_the_replay_wins(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine, engines: Engines
+) -> None:
+    other = await engines()
+    sweep = parts_of(engine).cancel_backlog
+    for _ in rounds(5, whole=40):
+        flow = await flows()
+        handles = [await flow.member(given.claimed, lane_id="raced") for _ in range(3)]
+        (waiting,) = await flow.members(1)
+        await flow.cancel_header(grace_ms=0)
+        for handle in handles:
+            await engine.complete(handle, b"done")
+
+        async def replay(handles: Sequence[Handle] = handles) -> None:
+            for handle in handles:
+                await other.replay_execution(execution_id=handle.execution_id, allow_cancelled_flow=True)
+
+        await asyncio.gather(replay(), sweep.reconcile_due())
+        while await owed(rows, flow.flow_id):
+            sweep.quarantine._failures.clear()
+            await sweep.reconcile_due()
+        replayed = dict.fromkeys([handle.execution_id for handle in handles], "waiting")
+        assert await flow.states(rows) == {**replayed, waiting: "cancelled"}
+        for execution_id in replayed:
+            await engine.cancel_execution(execution_id=execution_id, reason="the next round follows")
 
 
 async def test_the_sweep_gives_up_what_can_never_be_cancelled(

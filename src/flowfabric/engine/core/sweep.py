@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 from flowfabric.engine.core.wakeups import Work
 
+PASS_SECONDS = 0.2
+"""For how long a pass of a sweep that may meet locked rows begins with further items: the sweeps share a loop, and
+others must not wait for long."""
 REDUCE_BITS = 2
 """A batch after a timeout is a quarter as large: few timeouts are enough to reach the size that is fast enough."""
 RAISE_AFTER = 8

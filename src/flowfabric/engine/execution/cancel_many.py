@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -38,9 +38,22 @@ class CancelDisposition(StrEnum):
     ALREADY_TERMINAL = "already_terminal"
     """It had ended, also if it was cancelled before."""
     NOT_FOUND = "not_found"
+    WITHDRAWN = "withdrawn"
+    """It was not to be cancelled any more."""
 
 
 CancelResult = CancelDisposition | EngineError
+StillWanted = Callable[[Transaction, Sequence[str]], Awaitable[Collection[str]]]
+"""Which executions are still to be cancelled, of those with these UUIDs, which the transaction has locked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Order:
+    """Why executions are cancelled, by what source, and whether they still are to be."""
+
+    reason: str
+    source: str
+    still_wanted: StillWanted | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,19 +80,22 @@ class CancelMany:
         reason: str,
         source: str = CancelSource.OPERATOR_OVERRIDE,
         patience_seconds: float = PATIENCE_SECONDS,
+        still_wanted: StillWanted | None = None,
     ) -> list[CancelResult]:
         """Cancel executions and return what became of each, in the order given.
 
         Those that other sessions have locked are tried again once the others are cancelled. They get the error
-        `retry_exhausted` if they are still locked after `patience_seconds`.
+        `retry_exhausted` if they are still locked after `patience_seconds`. `still_wanted` is asked once they are
+        locked, for a caller whose list may be out of date.
         """
+        order = _Order(reason=reason, source=source, still_wanted=still_wanted)
         results: dict[ExecutionId, CancelResult] = {}
         deadline = time.monotonic() + patience_seconds
         waits = pauses(*PAUSE_SECONDS)
         # Every statement over several executions takes them in ascending order.
         remaining = sorted(dict.fromkeys(execution_ids), key=split_execution_id)
         while True:
-            remaining = await self._pass(remaining, results, reason=reason, source=source)
+            remaining = await self._pass(remaining, results, order)
             pause = next(waits)
             if not remaining or time.monotonic() + pause > deadline:
                 break
@@ -91,12 +107,7 @@ class CancelMany:
         return [results[execution_id] for execution_id in execution_ids]
 
     async def _pass(
-        self,
-        execution_ids: Sequence[ExecutionId],
-        results: dict[ExecutionId, CancelResult],
-        *,
-        reason: str,
-        source: str,
+        self, execution_ids: Sequence[ExecutionId], results: dict[ExecutionId, CancelResult], order: _Order
     ) -> list[ExecutionId]:
         """Cancel those that are not locked, and return those that are."""
         batches = iter([execution_ids[start : start + BATCH] for start in range(0, len(execution_ids), BATCH)])
@@ -104,23 +115,18 @@ class CancelMany:
 
         async def run(batches: Iterator[Sequence[ExecutionId]]) -> None:
             for batch in batches:
-                locked.extend(await self._try(batch, results, reason=reason, source=source))
+                locked.extend(await self._try(batch, results, order))
 
         await asyncio.gather(*(run(batches) for _ in range(STREAMS)))
         return sorted(locked, key=split_execution_id)
 
     async def _try(
-        self,
-        execution_ids: Sequence[ExecutionId],
-        results: dict[ExecutionId, CancelResult],
-        *,
-        reason: str,
-        source: str,
+        self, execution_ids: Sequence[ExecutionId], results: dict[ExecutionId, CancelResult], order: _Order
     ) -> list[ExecutionId]:
         """Cancel a batch in one transaction, or in halves if that fails because of an item; return those locked."""
 
         async def cancel(transaction: Transaction) -> _Tried:
-            return await self._within(transaction, execution_ids, reason=reason, source=source)
+            return await self._within(transaction, execution_ids, order)
 
         failure: EngineError
         try:
@@ -143,15 +149,9 @@ class CancelMany:
             return []
         middle = len(execution_ids) // 2
         halves = execution_ids[:middle], execution_ids[middle:]
-        return [
-            execution_id
-            for half in halves
-            for execution_id in await self._try(half, results, reason=reason, source=source)
-        ]
+        return [execution_id for half in halves for execution_id in await self._try(half, results, order)]
 
-    async def _within(
-        self, transaction: Transaction, execution_ids: Sequence[ExecutionId], *, reason: str, source: str
-    ) -> _Tried:
+    async def _within(self, transaction: Transaction, execution_ids: Sequence[ExecutionId], order: _Order) -> _Tried:
         pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
         rows = await transaction.fetch(
             SQL.lock_live_executions,
@@ -159,14 +159,20 @@ class CancelMany:
             execution_ids=[uuid for _, uuid in pairs],
         )
         tried = _Tried(results={}, locked=[], lease_ends=[], verdicts=[])
-        for execution_id, row in zip(execution_ids, rows, strict=True):
-            if row["lifecycle_phase"] is not None:
+        wanted = {uuid for (_, uuid), row in zip(pairs, rows, strict=True) if row["lifecycle_phase"] is not None}
+        if wanted and order.still_wanted is not None:
+            # A statement of its own: it sees what those have withdrawn that held the locks before.
+            wanted = set(await order.still_wanted(transaction, sorted(wanted)))
+        for execution_id, (_, uuid), row in zip(execution_ids, pairs, rows, strict=True):
+            if row["lifecycle_phase"] is not None and uuid not in wanted:
+                tried.results[execution_id] = CancelDisposition.WITHDRAWN
+            elif row["lifecycle_phase"] is not None:
                 tried.lease_ends.append(
                     LeaseEnd(
                         execution_id,
                         Move.CANCELLED,
-                        reason=reason,
-                        source=source,
+                        reason=order.reason,
+                        source=order.source,
                         lost_epoch=row["lease_epoch"] if row["lifecycle_phase"] == LifecyclePhase.ACTIVE else None,
                     )
                 )

@@ -1,14 +1,15 @@
 """What cancelled flows owe: members to cancel, each recorded until it has ended."""
 
 import logging
+import time
 from collections.abc import Sequence
 from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.quarantine import Quarantine, is_connection_fault
-from flowfabric.engine.core.sweep import SweepResult
-from flowfabric.engine.execution.cancel_many import PATIENCE_SECONDS, CancelMany
+from flowfabric.engine.core.sweep import PASS_SECONDS, SweepResult
+from flowfabric.engine.execution.cancel_many import PATIENCE_SECONDS, CancelMany, CancelResult
 from flowfabric.engine.flow.row import check_flow_id
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError
@@ -68,13 +69,12 @@ class CancelBacklog:
             return failed
 
     async def reconcile_due(self) -> SweepResult:
-        """Cancel a batch of owed members of flows whose grace has passed; return how many the flows owe no longer."""
-        rows = await self._store.fetch(
-            SQL.list_due_backlogs, skipped=self.quarantine.skipped(), flow_limit=FLOW_LIMIT, member_limit=MEMBER_LIMIT
-        )
+        """Cancel members of flows whose grace has passed, for a limited time; return how many are owed no longer."""
+        until = time.monotonic() + PASS_SECONDS
+        rows = await self._list_due()
         taken = members = flows = 0
         for row in rows:
-            if members >= SWEEP_LIMIT:
+            if members >= SWEEP_LIMIT or (flows and time.monotonic() > until):
                 break
             flows += 1
             members += len(row["execution_ids"])
@@ -84,7 +84,13 @@ class CancelBacklog:
             or len(rows) == FLOW_LIMIT
             or any(len(row["execution_ids"]) == MEMBER_LIMIT for row in rows)
         )
-        return SweepResult(taken, is_full=taken > 0 and has_more)
+        # Those that failed are skipped by the next pass, so it sees others.
+        return SweepResult(taken, is_full=has_more)
+
+    async def _list_due(self) -> list[Record]:
+        return await self._store.fetch(
+            SQL.list_due_backlogs, skipped=self.quarantine.skipped(), flow_limit=FLOW_LIMIT, member_limit=MEMBER_LIMIT
+        )
 
     async def _reconcile(self, row: Record) -> int:
         """Cancel owed members of one flow; return how many it owes no longer, 1 if only its header was left."""
@@ -97,7 +103,7 @@ class CancelBacklog:
             await self._ack(partition_key, flow_id, [])
             return 1
         reason = row["reason"] or DEFAULT_REASON
-        results = await self._cancel_many.cancel(owed, reason=reason, patience_seconds=SWEEP_PATIENCE_SECONDS)
+        results = await self._cancel_owed(partition_key, flow_id, owed, reason, patience_seconds=SWEEP_PATIENCE_SECONDS)
         ended: list[ExecutionId] = []
         for execution_id, result in zip(owed, results, strict=True):
             if not isinstance(result, EngineError):
@@ -113,6 +119,26 @@ class CancelBacklog:
             await self._ack(partition_key, flow_id, ended)
         return len(ended)
 
+    async def _cancel_owed(
+        self,
+        partition_key: int,
+        flow_id: FlowId,
+        execution_ids: Sequence[ExecutionId],
+        reason: str,
+        *,
+        patience_seconds: float,
+    ) -> list[CancelResult]:
+        """Cancel members unless they are owed no longer, as those that were replayed meanwhile."""
+
+        async def still_owed(transaction: Transaction, uuids: Sequence[str]) -> set[str]:
+            key = {"partition_key": partition_key, "flow_id": flow_id}
+            rows = await transaction.fetch(SQL.list_owed_members, **key, execution_ids=uuids)
+            return {str(row["execution_id"]) for row in rows}
+
+        return await self._cancel_many.cancel(
+            execution_ids, reason=reason, patience_seconds=patience_seconds, still_wanted=still_owed
+        )
+
     async def _cancel(
         self,
         partition_key: int,
@@ -125,11 +151,10 @@ class CancelBacklog:
         """Cancel members and acknowledge them; return those that failed, or raise if the store is unreachable."""
         failed: list[ExecutionId] = []
         ended: list[ExecutionId] = []
-        for execution_id, result in zip(
-            execution_ids,
-            await self._cancel_many.cancel(execution_ids, reason=reason, patience_seconds=patience_seconds),
-            strict=True,
-        ):
+        results = await self._cancel_owed(
+            partition_key, flow_id, execution_ids, reason, patience_seconds=patience_seconds
+        )
+        for execution_id, result in zip(execution_ids, results, strict=True):
             if not isinstance(result, EngineError):
                 ended.append(execution_id)
             elif is_connection_fault(result) and not ended and len(failed) == len(execution_ids) - 1:

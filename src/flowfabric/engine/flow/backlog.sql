@@ -2,6 +2,11 @@
 -- Locks what the cancellation of a flow owes until the transaction ends, waiting for it; no row if it owes nothing.
 select b.flow_id from cancel_backlog b where b.partition_key = :partition_key and b.flow_id = :flow_id for update;
 
+-- name: list_owed_members
+-- Those of the given members that a cancelled flow still owes.
+select m.execution_id from cancel_backlog_member m
+ where m.partition_key = :partition_key and m.flow_id = :flow_id and m.execution_id = any(:execution_ids::uuid[]);
+
 -- name: take_members
 -- Deletes members that a cancelled flow no longer owes, and the header of its backlog if no other member is left.
 with taken as (

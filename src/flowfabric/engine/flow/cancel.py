@@ -221,7 +221,7 @@ class FlowCancel:
         raise _refusal() if self._refuses.is_set() else _timeout(seconds)
 
     async def _wait_for_members(self, partition: int, flow_id: FlowId, began: float, seconds: float) -> None:
-        """Wait until the members that an earlier cancellation covers have ended, or the flow is gone."""
+        """Wait until no member of a flow is owed or held back by an earlier cancellation, or the flow is gone."""
         while True:
             rows = await self._store.fetch(SQL.read_cancellation, partition_key=partition, flow_id=flow_id)
             if not rows or not rows[0]["has_live_members"]:

@@ -101,8 +101,8 @@ select c.now, c.flow_id, c.partition_key, 'operator_action', c.namespace_no, e.e
  order by e.nth;
 
 -- name: read_cancellation
--- Whether members that the cancellation of a flow covers have not ended yet; no row if the flow does not exist.
--- With `exists` the planner would hash the members of all flows.
+-- Whether members of a cancelled flow that have not ended are still owed, or held back for the cancellation; no row if the flow does
+-- not exist. With `exists` the planner would hash the members of all flows.
 select coalesce(
          (select true from cancel_backlog_member m
            cross join lateral (
@@ -110,7 +110,7 @@ select coalesce(
                   where e.partition_key = m.partition_key and e.execution_id = m.execution_id limit 1) e
            where m.partition_key = f.partition_key and m.flow_id = f.flow_id and e.lifecycle_phase <> 'terminal' limit 1),
          (select true from execution e
-           where f.cancellation_policy = 'cancel_all' and e.flow_id = f.flow_id and e.lifecycle_phase <> 'terminal' limit 1),
+           where e.flow_id = f.flow_id and e.lifecycle_phase <> 'terminal' and e.blocking_reason = 'paused_by_flow_cancel' limit 1),
          false) as has_live_members
   from flow f
  where f.partition_key = :partition_key and f.flow_id = :flow_id;

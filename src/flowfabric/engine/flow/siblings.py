@@ -9,14 +9,21 @@ from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.quarantine import is_connection_fault
-from flowfabric.engine.execution.cancel_many import CancelMany
+from flowfabric.engine.core.quarantine import Quarantine, is_connection_fault
+from flowfabric.engine.core.sweep import PASS_SECONDS, SweepResult
+from flowfabric.engine.execution.cancel_many import (
+    PATIENCE_SECONDS,
+    PAUSE_SECONDS,
+    CancelDisposition,
+    CancelMany,
+)
 from flowfabric.engine.flow.row import check_flow_id
 from flowfabric.engine.store import Store
 from flowfabric.model.edge import SiblingDrain, SiblingReconcile
-from flowfabric.model.errors import EngineError
+from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import ExecutionId, FlowId, format_execution_id, parse_execution_id, row_key
 from flowfabric.model.states import CancelSource
+from flowfabric.pauses import pauses
 from flowfabric.tasks import create_shared_task
 
 SQL = statements_beside(__file__)
@@ -25,9 +32,9 @@ GROUP_LIMIT = 50
 """How many groups one pass handles."""
 MEMBER_LIMIT = 1024
 """How many siblings of a group one pass cancels."""
+GROUP_PATIENCE_SECONDS = 0.2
+"""How long a pass tries a locked group again: the cascade locks it for a moment while it settles ends of siblings."""
 DEFAULT_REASON = "sibling_quorum_satisfied"
-SKIPPED_SECONDS = 1.0
-"""How long a group is left aside after one of its siblings could not be cancelled."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +47,14 @@ class _Group:
     flow_id: FlowId
     downstream_id: UUID
     is_flagged: bool
-    """Whether siblings are pending; None of it is left otherwise."""
     exists: bool
     members: Sequence[ExecutionId]
     reason: str
+
+    @property
+    def execution_id(self) -> ExecutionId:
+        """The downstream execution of the group."""
+        return format_execution_id(self.partition_key, self.downstream_id)
 
     @property
     def key(self) -> Mapping[str, object]:
@@ -58,10 +69,10 @@ class _Group:
 class Siblings:
     """Cancels the siblings of decided groups: at once in this process, or by a sweep of any."""
 
-    def __init__(self, store: Store, cancels: CancelMany) -> None:
+    def __init__(self, store: Store, cancels: CancelMany, quarantine: Quarantine) -> None:
+        self.quarantine = quarantine
         self._store = store
         self._cancels = cancels
-        self._set_aside: dict[tuple[FlowId, UUID], float] = {}
         self._is_wanted = False
         self._task: asyncio.Task[None] | None = None
         store.wakeups.on_siblings = self._start
@@ -70,12 +81,12 @@ class Siblings:
         self, flow_id: UUID | str, downstream_execution_id: ExecutionId | str
     ) -> SiblingDrain:
         """Cancel the pending siblings of one group; raise what kept one of them from being cancelled."""
-        group = await self._read(flow_id, downstream_execution_id)
-        if group is None:
-            return SiblingDrain.ALREADY_DRAINED
-        drained, problem = await self._drain(group)
-        if problem is not None:
-            raise problem
+        drained: SiblingDrain | None = None
+        while drained is None:
+            group = await self._read(flow_id, downstream_execution_id)
+            if group is None:
+                return SiblingDrain.ALREADY_DRAINED
+            drained = await self._drain(group, patience_seconds=PATIENCE_SECONDS)
         return drained
 
     async def reconcile_sibling_cancel_group(
@@ -85,21 +96,25 @@ class Siblings:
         group = await self._read(flow_id, downstream_execution_id)
         return SiblingReconcile.NO_OP if group is None else await self._reconcile(group)
 
-    async def dispatch(self, limit: int = GROUP_LIMIT) -> int:
-        """Cancel the siblings of the groups that have waited longest; return how many groups are done."""
-        done = 0
-        for group in await self._list(limit):
+    async def dispatch(self, limit: int = GROUP_LIMIT) -> SweepResult:
+        """Cancel siblings of the groups that have waited longest, for a limited time; return of how many groups."""
+        until = time.monotonic() + PASS_SECONDS
+        groups = await self._list(limit)
+        tried = done = 0
+        is_cut = False
+        for group in groups:
+            if tried and time.monotonic() > until:
+                break
+            tried += 1
             try:
-                _, problem = await self._drain(group)
+                is_cut |= await self._drain(group) is None
+                done += 1
             except EngineError as fault:
+                self.quarantine.failed(group.execution_id, fault)
                 if is_connection_fault(fault):
                     raise
-                problem = fault
-            if problem is None:
-                done += 1
-            else:
-                self._leave_aside(group, problem)
-        return done
+        # Those that failed are skipped by the next pass, so it sees others.
+        return SweepResult(done, is_full=is_cut or tried < len(groups) or len(groups) == limit)
 
     async def reconcile(self, limit: int = GROUP_LIMIT) -> int:
         """Remove finished entries of the dispatcher; return how many."""
@@ -110,17 +125,13 @@ class Siblings:
             except EngineError as fault:
                 if is_connection_fault(fault):
                     raise
-                self._leave_aside(group, fault)
+                self.quarantine.failed(group.execution_id, fault)
         return removed
 
     async def drain(self) -> None:
         """Wait until the groups that this process has decided are handled or left to the sweep."""
         while self._task is not None:
             await asyncio.wait({self._task})
-
-    def _leave_aside(self, group: _Group, problem: EngineError) -> None:
-        logger.warning("the siblings of %s are cancelled later: %s", group.downstream_id, problem)
-        self._set_aside[group.flow_id, group.downstream_id] = time.monotonic() + SKIPPED_SECONDS
 
     def _start(self) -> None:
         self._is_wanted = True
@@ -131,7 +142,7 @@ class Siblings:
         try:
             while self._is_wanted:
                 self._is_wanted = False
-                while await self.dispatch():
+                while (swept := await self.dispatch()).done and swept.is_full:
                     pass
         except EngineError as fault:
             logger.debug("siblings are left to the sweep: %s", fault)
@@ -151,45 +162,62 @@ class Siblings:
         return _group(rows[0]) if rows else None
 
     async def _list(self, limit: int) -> list[_Group]:
-        now = time.monotonic()
-        self._set_aside = {key: until for key, until in self._set_aside.items() if until > now}
-        aside = list(self._set_aside)
         rows = await self._store.fetch(
-            SQL.list_pending_groups,
-            limit=limit,
-            members=MEMBER_LIMIT,
-            skipped_flows=[flow_id for flow_id, _ in aside],
-            skipped_ids=[downstream_id for _, downstream_id in aside],
+            SQL.list_pending_groups, limit=limit, members=MEMBER_LIMIT, skipped=self.quarantine.skipped()
         )
         return [_group(row) for row in rows]
 
-    async def _drain(self, group: _Group) -> tuple[SiblingDrain, EngineError | None]:
-        """Cancel siblings until none is pending; return what was done, or why a sibling is left."""
-        left: _Group | None = group
-        while left is not None and left.is_flagged and left.members:
-            results = await self._cancels.cancel(
-                left.members, reason=left.reason, source=CancelSource.OPERATOR_OVERRIDE
-            )
-            problems = [result for result in results if isinstance(result, EngineError)]
-            # A short list stays whole: the next pass tries all of it. Of a longer one, the next pass sees the rest.
-            if not problems or len(left.members) == MEMBER_LIMIT:
-                handled = [
-                    row_key(member)[1]
-                    for member, result in zip(left.members, results, strict=True)
-                    if not isinstance(result, EngineError)
-                ]
-                await self._store.fetch(SQL.set_siblings_handled, **left.key, handled=handled)
-            if problems:
-                return SiblingDrain.ALREADY_DRAINED, problems[0]
-            left = await self._read(left.flow_id, format_execution_id(left.partition_key, left.downstream_id))
+    async def _drain(self, group: _Group, *, patience_seconds: float = 0.0) -> SiblingDrain | None:
+        """Cancel the listed siblings of a group; return what was done, or None if others are pending.
 
-        async def finish(transaction: Transaction) -> None:
-            await transaction.fetch(SQL.take_drained_group, **group.key)
+        Raise what kept one of them from being cancelled.
+        """
 
-        await self._store.transact(finish)
-        if not group.exists:
-            return SiblingDrain.DRAINED_SANS_GROUP, None
-        return SiblingDrain.DRAINED if group.is_flagged else SiblingDrain.ALREADY_DRAINED, None
+        async def still_pending(transaction: Transaction, uuids: Sequence[str]) -> set[str]:
+            rows = await transaction.fetch(SQL.list_pending_siblings, **group.key, execution_ids=uuids)
+            return {str(row["execution_id"]) for row in rows}
+
+        results = await self._cancels.cancel(
+            group.members,
+            reason=group.reason,
+            source=CancelSource.OPERATOR_OVERRIDE,
+            patience_seconds=patience_seconds,
+            still_wanted=still_pending,
+        )
+        problems = [result for result in results if isinstance(result, EngineError)]
+        # A short list stays whole: the next pass tries all of it. Of a longer one, the next pass sees the rest.
+        if problems and len(group.members) < MEMBER_LIMIT:
+            raise problems[0]
+        handled = [
+            row_key(member)[1]
+            for member, result in zip(group.members, results, strict=True)
+            if not isinstance(result, EngineError) and result is not CancelDisposition.WITHDRAWN
+        ]
+        became = await self._take(group, handled, max(patience_seconds, GROUP_PATIENCE_SECONDS))
+        if problems:
+            raise problems[0]
+        if became == "pending":
+            return None
+        if became == "gone" or (group.exists and not group.is_flagged):
+            return SiblingDrain.ALREADY_DRAINED
+        return SiblingDrain.DRAINED if group.exists else SiblingDrain.DRAINED_SANS_GROUP
+
+    async def _take(self, group: _Group, handled: Sequence[str], patience_seconds: float) -> str:
+        """Remove siblings from the list of a group, with the last one its entry; return what became of the entry."""
+        deadline = time.monotonic() + patience_seconds
+        for pause in pauses(*PAUSE_SECONDS):
+            (row,) = await self._store.fetch(SQL.take_siblings, **group.key, handled=handled)
+            became: str = row["became"]
+            if became != "locked":
+                return became
+            if time.monotonic() + pause > deadline:
+                break
+            await asyncio.sleep(pause)
+        raise error(
+            "retry_exhausted",
+            f"the dependencies of execution {group.execution_id} are locked by another session; their siblings are "
+            "cancelled, but still recorded as pending",
+        )
 
     async def _reconcile(self, group: _Group) -> SiblingReconcile:
         async def reconcile(transaction: Transaction) -> SiblingReconcile:
@@ -207,6 +235,6 @@ def _group(row: Record) -> _Group:
         downstream_id=row["downstream_id"],
         is_flagged=bool(row["is_flagged"]),
         exists=row["is_flagged"] is not None,
-        members=[format_execution_id(partition, member) for member in row["members"] or ()],
+        members=[format_execution_id(partition, member) for member in (row["is_flagged"] and row["members"]) or ()],
         reason=row["reason"] or DEFAULT_REASON,
     )

@@ -18,38 +18,56 @@ select p.partition_key, p.flow_id, p.downstream_id, g.is_flagged, g.members, g.r
 -- The groups whose siblings are to be cancelled, the oldest first, except those skipped.
 select p.partition_key, p.flow_id, p.downstream_id, g.is_flagged, g.members, g.reason
   from (select p.* from pending_cancel_group p
-         where (p.flow_id, p.downstream_id) not in (select * from unnest(:skipped_flows::uuid[], :skipped_ids::uuid[]))
+         where p.downstream_id <> all(:skipped::uuid[])
          order by p.enqueued_at limit :limit) p
   -- include: group
  order by p.enqueued_at;
 
--- name: set_siblings_handled
--- Removes siblings that are cancelled or need no cancellation from the list of a group.
-update edge_group g
-   set cancel_siblings_pending_members = array(
-         select m.execution_id from unnest(g.cancel_siblings_pending_members) with ordinality as m(execution_id, nth)
-          where m.execution_id not in (select unnest(:handled::uuid[]))
-          order by m.nth)
- where g.partition_key = :partition_key and g.flow_id = :flow_id and g.downstream_id = :downstream_id and g.cancel_siblings_pending_flag;
+-- name: list_pending_siblings
+-- Those of the given siblings that are still to be cancelled for a group.
+select m.execution_id
+  from edge_group g
+ cross join lateral unnest(g.cancel_siblings_pending_members) as m(execution_id)
+ where g.partition_key = :partition_key and g.flow_id = :flow_id and g.downstream_id = :downstream_id
+   and m.execution_id = any(:execution_ids::uuid[]);
 
--- name: take_drained_group
--- Deletes the entry of a group that has no sibling left to cancel, and clears its flag; not if the group is locked elsewhere.
+-- name: take_siblings
+-- Removes siblings that need no cancellation any more from the list of a group, unless another session has locked the group; with the
+-- last one, the flag of the group is cleared and its entry deleted. Returns what became of the entry: taken; gone, if it was before;
+-- pending, if siblings are left; locked.
 with held as materialized (
-  select g.ctid as tid from edge_group g
+  select g.cancel_siblings_pending_members as members from edge_group g
    where g.partition_key = :partition_key and g.flow_id = :flow_id and g.downstream_id = :downstream_id
-     and coalesce(cardinality(g.cancel_siblings_pending_members), 0) = 0
      for update skip locked
 ),
-cleared as (
-  update edge_group g set cancel_siblings_pending_flag = false, cancel_siblings_pending_members = null
+judged as materialized (
+  select array(
+           select m.execution_id from unnest(h.members) with ordinality as m(execution_id, nth)
+            where m.execution_id not in (select unnest(:handled::uuid[]))
+            order by m.nth) as members
     from held h
-   where g.partition_key = :partition_key and g.flow_id = :flow_id and g.downstream_id = :downstream_id
+),
+changed as (
+  update edge_group g
+     set cancel_siblings_pending_flag = j.members <> '{}', cancel_siblings_pending_members = nullif(j.members, '{}')
+    from judged j
+   where g.partition_key = :partition_key and g.flow_id = :flow_id and g.downstream_id = :downstream_id and g.cancel_siblings_pending_flag
+),
+deleted as (
+  delete from pending_cancel_group p
+   where p.partition_key = :partition_key and p.flow_id = :flow_id and p.downstream_id = :downstream_id
+     and (exists (select from judged where members = '{}') or not exists (
+           select from edge_group g
+            where g.partition_key = :partition_key and g.flow_id = :flow_id and g.downstream_id = :downstream_id))
+  returning 1
 )
-delete from pending_cancel_group p
- where p.partition_key = :partition_key and p.flow_id = :flow_id and p.downstream_id = :downstream_id
-   and (exists (select from held) or not exists (
-         select from edge_group g
-          where g.partition_key = :partition_key and g.flow_id = :flow_id and g.downstream_id = :downstream_id));
+select case
+         when exists (select from deleted) then 'taken'
+         when not exists (
+           select from pending_cancel_group p
+            where p.partition_key = :partition_key and p.flow_id = :flow_id and p.downstream_id = :downstream_id) then 'gone'
+         when exists (select from judged where members <> '{}') then 'pending'
+         else 'locked' end as became;
 
 -- name: take_finished_group
 -- Deletes the entry of a group that needs no cancellation any more and clears its flag, and returns what was done: nothing if the

@@ -1,0 +1,181 @@
+"""Cancelling the siblings of decided groups while others hold rows, replay siblings, or have many of them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import asyncpg
+import pytest
+
+from engine.flow.driving import DrivenFlow
+from engine.flow.graphs import BuiltFlow
+from engine.state import refused, rounds
+from fixtures import Engines, Given, Rows, uuid_of
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.flow import siblings
+from flowfabric.engine.flow.siblings import Siblings
+from flowfabric.engine.parts import parts_of
+from flowfabric.model.edge import AnyOfEdges, OnSatisfied, SiblingDrain
+from flowfabric.model.ids import ExecutionId
+
+pytestmark = pytest.mark.usefixtures("consistent_rows")
+
+ANY_OF: dict[str, Any] = {"groups": {"z": {"kind": "any_of", "on_satisfied": "cancel_remaining"}}}
+
+
+@pytest.fixture
+def sweep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Siblings:
+    """The sweep of an engine that leaves the siblings of the groups it decides to it, however slow its cascade is."""
+    monkeypatch.setattr(siblings, "GROUP_PATIENCE_SECONDS", 60.0)
+    parts = parts_of(engine)
+    parts.wakeups.on_siblings = None
+    return parts.siblings
+
+
+async def decided(engine: Engine, rows: Rows, upstreams: str = "a b") -> DrivenFlow:
+    """A flow whose node z any of its upstream nodes satisfies, as a has; the others are its siblings."""
+    pairs = " ".join(f"{name}>z" for name in upstreams.split())
+    flow = await DrivenFlow.submit(engine, rows, f"{upstreams} z", pairs, **ANY_OF)
+    await flow.succeed("a")
+    return flow
+
+
+@asynccontextmanager
+async def locked(connection: asyncpg.Connection, *execution_ids: ExecutionId) -> AsyncIterator[None]:
+    """Lock the rows of executions for the block."""
+    async with connection.transaction():
+        uuids = [uuid_of(each) for each in execution_ids]
+        await connection.execute("select from execution where execution_id = any($1::uuid[]) for update", uuids)
+        yield
+
+
+async def states(engine: Engine, execution_ids: Sequence[ExecutionId]) -> list[str]:
+    """The public states of executions."""
+    return [str(await engine.read_execution_state(each)) for each in execution_ids]
+
+
+async def test_a_group_behind_groups_that_are_locked_is_drained_by_the_next_pass(
+    engine: Engine, rows: Rows, sweep: Siblings, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How long the call waits for a locked sibling, but never the sweep.
+    monkeypatch.setattr(siblings, "PATIENCE_SECONDS", 3600.0)
+    flows = [await decided(engine, rows) for _ in range(4)]
+    stuck = [flow.id("b") for flow in flows[:3]]
+    async with locked(connection, *stuck):
+        assert await sweep.dispatch(3) == (0, True, ())
+        assert await sweep.dispatch(3) == (1, False, ())
+        assert await states(engine, [flows[3].id("b")]) == ["cancelled"]
+    sweep.quarantine._failures.clear()
+    assert await sweep.dispatch() == (3, False, ())
+    assert await states(engine, stuck) == ["cancelled"] * 3
+
+
+async def test_a_pass_that_has_taken_its_time_leaves_the_other_groups_to_the_next_one(
+    engine: Engine, rows: Rows, sweep: Siblings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "PASS_SECONDS", -1.0)
+    for _ in range(3):
+        await decided(engine, rows)
+    assert [await sweep.dispatch() for _ in range(3)] == [(1, True, ()), (1, True, ()), (1, False, ())]
+    assert await rows.of("pending_cancel_group") == []
+
+
+async def test_a_group_that_is_locked_is_not_reported_as_drained(
+    engine: Engine, rows: Rows, sweep: Siblings, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PATIENCE_SECONDS", "GROUP_PATIENCE_SECONDS"):
+        monkeypatch.setattr(siblings, name, 0.05)
+    with_sibling, without = await decided(engine, rows), await decided(engine, rows, "a")
+    async with connection.transaction():
+        await connection.execute("select from edge_group for update")
+        # It ends, although no group can be finished.
+        sweep._start()
+        await sweep.drain()
+        assert await states(engine, [with_sibling.id("b")]) == ["cancelled"]
+        for flow in (with_sibling, without):
+            call = engine.drain_sibling_cancel_group(flow.flow_id, flow.id("z"))
+            await refused(call, "retry_exhausted", f"the dependencies of execution {flow.id('z')} are locked")
+            assert (await flow.group("z"))["cancel_siblings_pending_flag"]
+        assert len(await rows.of("pending_cancel_group")) == 2
+    for flow in (with_sibling, without):
+        assert await engine.drain_sibling_cancel_group(flow.flow_id, flow.id("z")) is SiblingDrain.DRAINED
+    assert await rows.of("pending_cancel_group") == []
+
+
+async def test_a_sibling_that_cannot_be_cancelled_does_not_hold_up_the_rest_of_a_long_list(
+    engine: Engine, rows: Rows, sweep: Siblings, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "MEMBER_LIMIT", 2)
+    flow = await decided(engine, rows, "a b c d e")
+    others = [flow.id(name) for name in "bcde"]
+    stuck, *_ = sorted(others)
+    async with locked(connection, stuck):
+        for _ in range(3):
+            await sweep.dispatch()
+            sweep.quarantine._failures.clear()
+        assert sorted(await states(engine, others)) == [*["cancelled"] * 3, "waiting"]
+    while (await sweep.dispatch()).done:
+        pass
+    assert await states(engine, others) == ["cancelled"] * 4
+    assert await rows.of("pending_cancel_group") == []
+
+
+async def test_a_call_cancels_all_siblings_of_a_long_list(
+    engine: Engine, rows: Rows, sweep: Siblings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "MEMBER_LIMIT", 2)
+    flow = await decided(engine, rows, "a b c d e")
+    assert await engine.drain_sibling_cancel_group(flow.flow_id, flow.id("z")) is SiblingDrain.DRAINED
+    assert await states(engine, [flow.id(name) for name in "bcde"]) == ["cancelled"] * 4
+
+
+async def test_an_upstream_execution_whose_edge_is_only_staged_is_a_sibling(
+    engine: Engine, given: Given, rows: Rows, sweep: Siblings
+) -> None:
+    flow = await BuiltFlow.create(given, rows)
+    winner = await given.claimed(execution_id=flow.mint(), lane_id="upstream")
+    await flow.add(winner.execution_id)
+    sibling, child = await flow.members(2)
+    await flow.policy(child, AnyOfEdges(OnSatisfied.CANCEL_REMAINING))
+    await flow.connect(winner.execution_id, child)
+    await flow.stage(sibling, child)
+    await engine.complete(winner, b"done")
+    await parts_of(engine).cascade.drain()
+    assert (await sweep.dispatch()).done == 1
+    assert await states(engine, [sibling]) == ["cancelled"]
+
+
+async def test_a_sibling_that_is_replayed_after_the_sweep_has_read_its_list_is_not_cancelled(
+    engine: Engine, rows: Rows, sweep: Siblings
+) -> None:
+    flow = await decided(engine, rows, "a b c")
+    (group,) = await sweep._list(10)
+    await flow.fail("b")
+    await engine.replay_execution(execution_id=flow.id("b"))
+    assert await sweep._drain(group) is SiblingDrain.DRAINED
+    assert await states(engine, [flow.id("b"), flow.id("c")]) == ["waiting", "cancelled"]
+    assert await rows.of("pending_cancel_group") == []
+
+
+async def test_of_a_replay_and_a_sweep_at_the_same_time_the_replay_wins(
+    engine: Engine, engines: Engines, rows: Rows, sweep: Siblings
+) -> None:
+    other = await engines()
+    for _ in rounds(5, whole=40):
+        flow = await decided(engine, rows, "a b c d")
+        failed = [flow.id(name) for name in "bc"]
+        for name in "bc":
+            await flow.fail(name)
+
+        async def replay(execution_ids: Sequence[ExecutionId] = failed) -> None:
+            for execution_id in execution_ids:
+                await other.replay_execution(execution_id=execution_id)
+
+        await asyncio.gather(replay(), sweep.dispatch())
+        await flow.settle()
+        # The sweep leaves what the replay has locked.
+        while await rows.of("pending_cancel_group"):
+            sweep.quarantine._failures.clear()
+            await sweep.dispatch()
+        assert await states(engine, [*failed, flow.id("d")]) == ["waiting", "waiting", "cancelled"]
