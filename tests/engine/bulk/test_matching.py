@@ -8,6 +8,7 @@ import pytest
 from engine.counts import miscounts
 from engine.flow.graphs import BuiltFlow
 from engine.state import claim, items, new
+from engine.waits import suspend_args
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.bulk import matching
 from flowfabric.engine.engine import Engine
@@ -173,6 +174,18 @@ async def test_a_failed_flow_runs_again_as_a_whole(engine: Engine, given: Given,
         await parts_of(engine).cascade.settle_flow(partition, flow.flow_id)
     assert (await flow.row())["derived_state"] == "completed"
     assert await engine.find_inconsistencies() == []
+
+
+async def test_the_priority_of_a_resumable_execution_is_changed(
+    engine: Engine, given: Given, connection: asyncpg.Connection
+) -> None:
+    handle = await given.claimed()
+    await engine.suspend(handle, suspend_args())
+    await engine.resume_execution(execution_id=handle.execution_id)
+    assert await states(engine) == ["resumable"]
+    assert await engine.change_priority_matching(7, lane_id="default") == result(1, 1)
+    assert [one.priority for one in (await engine.list_executions()).executions] == [7]
+    assert await miscounts(engine, connection) == []
 
 
 async def test_what_changes_meanwhile_is_refused_alone(

@@ -70,8 +70,8 @@ class Matching:
 
     async def cancel_matching(
         self,
-        *,
         reason: str,
+        *,
         all_executions: bool = False,
         dry_run: bool = False,
         limit: int | None = None,
@@ -126,8 +126,8 @@ class Matching:
 
     async def change_priority_matching(
         self,
-        *,
         new_priority: int,
+        *,
         all_executions: bool = False,
         dry_run: bool = False,
         limit: int | None = None,

@@ -80,8 +80,8 @@ class Replays:
 
     async def replay_execution(
         self,
-        *,
         execution_id: ExecutionId | str,
+        *,
         reason: str | None = None,
         requested_by: str | None = None,
         allow_cancelled_flow: bool = False,
