@@ -9,7 +9,7 @@ from engine.counts import miscounts
 from engine.flow.graphs import BuiltFlow
 from engine.state import claim, items, new
 from engine.waits import suspend_args
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.bulk import matching
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.priority import Priority
@@ -186,6 +186,33 @@ async def test_the_priority_of_a_resumable_execution_is_changed(
     assert await engine.change_priority_matching(7, lane_id="default") == result(1, 1)
     assert [one.priority for one in (await engine.list_executions()).executions] == [7]
     assert await miscounts(engine, connection) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("cancel_matching", "lifecycle_phase = 'terminal' and replay_count > 0"),
+        ("replay_matching", "lifecycle_phase = 'runnable' and replay_count > 1"),
+        ("change_priority_matching", "place >> 48 = 9000 - 7 and replay_count > 0"),
+    ],
+)
+async def test_what_the_database_refuses_stops_no_other(
+    engine: Engine, given: Given, connection: asyncpg.Connection, name: str, broken: str
+) -> None:
+    execution_ids = [await given.failed() for _ in range(5)]
+    for execution_id in execution_ids:
+        await engine.replay_execution(execution_id)
+        if name == "replay_matching":
+            await engine.cancel_execution(execution_id=execution_id, reason="not wanted")
+    poison = uuid_of(execution_ids[2])
+    await connection.execute(
+        f"alter table execution add constraint poison check (execution_id <> '{poison}' or not ({broken}))"
+    )
+    call = getattr(engine, name)
+    assert await call(**CALLS[name], lane_id="default") == result(5, 4, other=1)
+    await connection.execute("alter table execution drop constraint poison")
+    again = await call(**CALLS[name], lane_id="default")
+    assert (again.refused, again.matched) == ({}, 5 if name == "change_priority_matching" else 1)
 
 
 async def test_what_changes_meanwhile_is_refused_alone(

@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
+from flowfabric.engine.core.quarantine import is_connection_fault
 from flowfabric.engine.execution.cancel_many import CancelDisposition, CancelMany, CancelResult
 from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.read.filters import MAX_TIME, ExecutionFilters, check_lanes, check_states, check_texts
 from flowfabric.engine.read.listing import MAX_LIMIT, Listing, ListOrder
 from flowfabric.engine.read.view import View
-from flowfabric.model.errors import EngineError, TransportError, error
+from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import BulkResult
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import ENDED_STATES, PublicState
@@ -196,9 +197,9 @@ class Matching:
 
 def _code(result: CancelResult) -> str | None:
     """The code of a refusal, or None if the execution was cancelled."""
-    if isinstance(result, TransportError):
-        raise result
     if isinstance(result, EngineError):
+        if is_connection_fault(result):
+            raise result
         return result.code
     return _CODES.get(result)
 
@@ -213,12 +214,12 @@ async def _each(
         for at, execution_id in items:
             try:
                 await call(execution_id)
-            except TransportError:
-                # The other runs end after their call in progress: nothing is left running.
-                for _ in items:
-                    pass
-                raise
             except EngineError as refusal:
+                if is_connection_fault(refusal):
+                    # The other runs end after their call in progress: nothing is left running.
+                    for _ in items:
+                        pass
+                    raise
                 codes[at] = refusal.code
 
     items = enumerate(execution_ids)
