@@ -215,6 +215,18 @@ async def test_what_the_database_refuses_stops_no_other(
     assert (again.refused, again.matched) == ({}, 5 if name == "change_priority_matching" else 1)
 
 
+async def test_a_dry_run_counts_what_would_be_tried(engine: Engine, given: Given, rows: Rows) -> None:
+    flow = await BuiltFlow.create(given, rows)
+    await flow.members(2)
+    await given.created()
+    await engine.cancel_flow_header(flow_id=flow.flow_id, reason="not wanted", cancellation_policy="cancel_all")
+    tried = await engine.change_priority_matching(7, namespace="tests", dry_run=True)
+    assert tried == result(3, 0, is_dry_run=True)
+    assert await engine.change_priority_matching(7, namespace="tests") == result(3, 1, execution_not_eligible=2)
+    # One that has the priority already counts as changed.
+    assert await engine.change_priority_matching(7, namespace="tests") == result(3, 1, execution_not_eligible=2)
+
+
 async def test_what_changes_meanwhile_is_refused_alone(
     engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
