@@ -189,8 +189,8 @@ async def test_a_replay_finds_the_entry_of_a_held_member_by_its_time(
     touched.clear()
     for member in members[:2]:
         await engine.replay_execution(execution_id=format_execution_id(*member))
-    assert "lock_end_anywhere" not in touched.calls
-    assert touched.of("lock_end", "retained") <= 4 * await connection.fetchval(
+    assert "lock_ends_anywhere" not in touched.calls
+    assert touched.of("lock_ends", "retained") <= 4 * await connection.fetchval(
         "select count(*) from retained where retain_until = (select ended_at + $1 from flow where flow_id = $2)",
         DAY,
         ENDED,

@@ -24,16 +24,17 @@ SMALL_FLOWS = 60
 UPSTREAMS = 20
 LOST = FailureReason("no luck", error_type="ValueError", traceback="Traceback")
 OF_REPLAYS = (
-    "read_flow_of",
-    "lock_flow",
+    "list_flows_of",
+    "lock_flows",
     "lock_executions",
     "read_ended",
-    "read_is_queued",
-    "reset_group",
+    "list_queued_flows",
+    "reset_groups",
     "delete_pending_cancels",
-    "lock_end",
-    "take_end",
+    "lock_ends",
+    "take_ends",
     "replay_locked",
+    "list_replayed",
     "set_member_counts",
 )
 
@@ -86,8 +87,8 @@ async def test_a_replay_touches_few_rows(
         assert row is not None, query
         await engine.replay_execution(execution_id=f"{{fp:{row[0]}}}:{row[1]}")
     assert {name for name in OF_REPLAYS if name not in touched} == set()
-    assert "lock_end_anywhere" not in touched
+    assert "lock_ends_anywhere" not in touched
     most = {name: touched[name] for name in OF_REPLAYS}
-    assert {name: count for name, count in most.items() if count > 30 and name != "reset_group"} == {}, most
+    assert {name: count for name, count in most.items() if count > 30 and name != "reset_groups"} == {}, most
     # Each edge is read by two indexes and updated, and its upstream execution is read.
-    assert most["reset_group"] <= 10 * UPSTREAMS, most
+    assert most["reset_groups"] <= 10 * UPSTREAMS, most

@@ -87,6 +87,30 @@ async def test_what_is_replayed_in_time_is_not_deleted(clock: Clock, rivals: Riv
     assert await one.find_inconsistencies() == []
 
 
+async def test_a_replay_counts_in_the_flow_that_the_execution_joins_meanwhile(
+    clock: Clock, rivals: Rivals, rows: Rows
+) -> None:
+    one, other = await rivals(2)
+    given = Given(one, clock)
+    for nth in rounds(30, whole=300):
+        flow = await BuiltFlow.create(given, rows)
+        execution_id = await flow.outside()
+        await one.cancel_execution(execution_id=execution_id, reason="not wanted")
+        answers = await race(
+            nth,
+            one.replay_execution(execution_id=execution_id),
+            other.add_execution_to_flow(flow.flow_id, execution_id),
+        )
+        assert [word(answer) for answer in answers] == ["Replayed", "Added"]
+        row = await flow.row()
+        assert (row["live_count"], row["unhappy_count"], row["derived_state"]) == (1, 0, "open")
+        await cancel_all(one, execution_id)
+        await settle(one, flow)
+        row = await flow.row()
+        assert (row["live_count"], row["unhappy_count"], row["derived_state"]) == (0, 1, "failed")
+    assert await one.find_inconsistencies() == []
+
+
 async def test_replays_of_members_and_the_ends_of_others_do_not_block_each_other(
     clock: Clock, rivals: Rivals, rows: Rows
 ) -> None:

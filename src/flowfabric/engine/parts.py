@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from flowfabric.engine.bulk.matching import Matching
+from flowfabric.engine.bulk.replays import MatchingReplays
 from flowfabric.engine.core.consequence import Attachment, Consequence, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.event.feed import Feeds
@@ -173,8 +174,8 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Flows, FlowListing, Listing, Counting, Consistency):
             services.add(kind(store))
-        changes = (self.cancel_many, services[Replays], services[Priority])
-        services.add(Matching(services[Listing], services[View], *changes))
+        replays = MatchingReplays(store, services[Listing], services[Replays])
+        services.add(Matching(services[Listing], services[View], self.cancel_many, replays, services[Priority]))
         waits = (self.tails, feeds, self.flow_cancel, flow_endings)
         drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
         cascades = (self.flow_cancel, self.cascade, self.siblings)

@@ -83,9 +83,9 @@ class BulkResult:
     """What an operation on all matching executions did."""
 
     matched: int
-    """How many executions matched."""
+    """How many executions matched, at most the limit of the call."""
     changed: int
-    """How many of them were changed; 0 in a dry run."""
+    """How many of them were not refused; 0 in a dry run."""
     refused: Mapping[str, int]
     """How many were refused, by the code of the refusal."""
     is_dry_run: bool

@@ -8,10 +8,12 @@ import pytest
 from engine.counts import miscounts
 from engine.flow.graphs import BuiltFlow
 from engine.state import claim, items, new
-from fixtures import Clock, Given, Rows
-from flowfabric.engine.bulk import matching
+from engine.waits import suspend_args
+from fixtures import Clock, Given, Rows, uuid_of
+from flowfabric.engine.bulk import matching, replays
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.priority import Priority
+from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read.listing import Listing
 from flowfabric.model.errors import InvalidInputError, TransportError
@@ -173,6 +175,138 @@ async def test_a_failed_flow_runs_again_as_a_whole(engine: Engine, given: Given,
         await parts_of(engine).cascade.settle_flow(partition, flow.flow_id)
     assert (await flow.row())["derived_state"] == "completed"
     assert await engine.find_inconsistencies() == []
+
+
+@pytest.fixture
+def reconciled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small transactions of replays, with a pass of the reconciler after each."""
+    parts = parts_of(engine)
+    together = parts.services[Replays].replay_together
+
+    async def replay_and_reconcile(*arguments: Any) -> None:
+        await together(*arguments)
+        await parts.blocked.reconcile()
+
+    monkeypatch.setattr(replays, "REPLAY_LIMIT", 2)
+    monkeypatch.setattr(parts.services[Replays], "replay_together", replay_and_reconcile)
+
+
+async def failed_flow(given: Given, rows: Rows, children: int) -> tuple[BuiltFlow, ExecutionId]:
+    """A flow whose last member, on which all the others depend through two hops, has failed."""
+    flow = await BuiltFlow.create(given, rows)
+    *lasts, middle, first = await flow.members(children + 2)
+    await flow.connect(first, middle)
+    for last in lasts:
+        await flow.connect(middle, last)
+    await given.engine.cancel_execution(execution_id=first, reason="wrong input")
+    await parts_of(given.engine).cascade.settle_flow((await flow.row())["partition_key"], flow.flow_id)
+    return flow, first
+
+
+@pytest.mark.parametrize("page", [3, 1000])
+async def test_no_member_is_skipped_again_although_it_is_listed_before_its_upstream(
+    engine: Engine,
+    given: Given,
+    clock: Clock,
+    rows: Rows,
+    connection: asyncpg.Connection,
+    reconciled: None,
+    monkeypatch: pytest.MonkeyPatch,
+    page: int,
+) -> None:
+    monkeypatch.setattr(matching, "MAX_LIMIT", page)
+    monkeypatch.setattr(replays, "MAX_LIMIT", page)
+    flow, _ = await failed_flow(given, rows, 6)
+    await clock.advance(ms=1)
+    await given.failed()
+    await clock.advance(ms=1)
+    other, _ = await failed_flow(given, rows, 3)
+    assert await states(engine) == ["skipped"] * 7 + ["cancelled", "failed"] + ["skipped"] * 4 + ["cancelled"]
+    assert await engine.replay_matching(namespace="tests") == result(14, 14)
+    assert await states(engine) == (
+        ["waiting_children"] * 7 + ["waiting", "waiting"] + ["waiting_children"] * 4 + ["waiting"]
+    )
+    assert [(await each.row())["live_count"] for each in (flow, other)] == [8, 5]
+    assert await engine.find_inconsistencies() == []
+    assert await miscounts(engine, connection) == []
+
+
+async def test_a_limit_takes_the_upstream_executions_of_a_flow_first(
+    engine: Engine, given: Given, rows: Rows, reconciled: None
+) -> None:
+    flow, first = await failed_flow(given, rows, 4)
+    assert await engine.replay_matching(flow_id=flow.flow_id, limit=1) == result(1, 1)
+    assert await engine.read_execution_state(first) is PublicState.WAITING
+    assert await engine.replay_matching(flow_id=flow.flow_id, limit=3) == result(3, 3)
+    assert await engine.replay_matching(flow_id=flow.flow_id) == result(2, 2)
+    assert await states(engine) == ["waiting_children"] * 5 + ["waiting"]
+    assert await engine.find_inconsistencies() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("cancel_matching", "lifecycle_phase = 'terminal' and replay_count > 0"),
+        ("replay_matching", "lifecycle_phase = 'runnable' and replay_count > 1"),
+        ("change_priority_matching", "place >> 48 = 9000 - 7 and replay_count > 0"),
+    ],
+)
+async def test_what_the_database_refuses_stops_no_other(
+    engine: Engine, given: Given, connection: asyncpg.Connection, name: str, broken: str
+) -> None:
+    execution_ids = [await given.failed() for _ in range(5)]
+    for execution_id in execution_ids:
+        await engine.replay_execution(execution_id)
+        if name == "replay_matching":
+            await engine.cancel_execution(execution_id=execution_id, reason="not wanted")
+    poison = uuid_of(execution_ids[2])
+    await connection.execute(
+        f"alter table execution add constraint poison check (execution_id <> '{poison}' or not ({broken}))"
+    )
+    call = getattr(engine, name)
+    assert await call(**CALLS[name], lane_id="default") == result(5, 4, other=1)
+    await connection.execute("alter table execution drop constraint poison")
+    again = await call(**CALLS[name], lane_id="default")
+    assert (again.refused, again.matched) == ({}, 5 if name == "change_priority_matching" else 1)
+
+
+async def test_what_another_session_has_locked_is_refused_alone(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replays, "PATIENCE_SECONDS", 0.0)
+    flow, _ = await failed_flow(given, rows, 2)
+    alone = [await given.failed() for _ in range(3)]
+    async with connection.transaction():
+        await connection.execute("select from flow where flow_id = $1 for update", flow.flow_id)
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(alone[1]))
+        assert await engine.replay_matching(flow_id=flow.flow_id) == result(4, 0, retry_exhausted=4)
+        assert await engine.replay_matching(namespace="tests") == result(7, 2, retry_exhausted=5)
+    assert await engine.replay_matching(namespace="tests") == result(5, 5)
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_the_priority_of_a_resumable_execution_is_changed(
+    engine: Engine, given: Given, connection: asyncpg.Connection
+) -> None:
+    handle = await given.claimed()
+    await engine.suspend(handle, suspend_args())
+    await engine.resume_execution(execution_id=handle.execution_id)
+    assert await states(engine) == ["resumable"]
+    assert await engine.change_priority_matching(7, lane_id="default") == result(1, 1)
+    assert [one.priority for one in (await engine.list_executions()).executions] == [7]
+    assert await miscounts(engine, connection) == []
+
+
+async def test_a_dry_run_counts_what_would_be_tried(engine: Engine, given: Given, rows: Rows) -> None:
+    flow = await BuiltFlow.create(given, rows)
+    await flow.members(2)
+    await given.created()
+    await engine.cancel_flow_header(flow_id=flow.flow_id, reason="not wanted", cancellation_policy="cancel_all")
+    tried = await engine.change_priority_matching(7, namespace="tests", dry_run=True)
+    assert tried == result(3, 0, is_dry_run=True)
+    assert await engine.change_priority_matching(7, namespace="tests") == result(3, 1, execution_not_eligible=2)
+    # One that has the priority already counts as changed.
+    assert await engine.change_priority_matching(7, namespace="tests") == result(3, 1, execution_not_eligible=2)
 
 
 async def test_what_changes_meanwhile_is_refused_alone(

@@ -11,7 +11,7 @@ from engine.state import REPLAYED, attempts, claim, refused, vector
 from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.execution import Replayed
+from flowfabric.model.execution import BulkResult, Replayed
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import PublicState
 
@@ -247,6 +247,76 @@ async def test_a_skipped_member_runs_at_once_if_its_upstream_has_succeeded_since
     assert await states(flow) == (1, 0, "blocked")
     (run,) = await claim(engine)
     assert run.execution_id == child
+    await check(engine, connection)
+
+
+async def test_the_detail_of_a_replayed_member_counts_what_is_left(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow
+) -> None:
+    one, other, child = await flow.members(3)
+    for upstream in (one, other):
+        await flow.connect(upstream, child)
+    for upstream in (one, other):
+        await end(flow, upstream, "failed")
+        await engine.replay_execution(upstream)
+    await end(flow, one, "success")
+    answer = await engine.replay_execution(child)
+    assert answer == Replayed(public_state=PublicState.WAITING_CHILDREN)
+    assert (await rows.execution(child))["blocking_detail"] == "1 dep(s) unsatisfied after replay"
+    assert await group(rows, child) == ("pending", 1, 0, 0)
+    await check(engine, connection)
+
+
+async def delete(flow: BuiltFlow, clock: Clock) -> None:
+    """Delete the ended members with a retention of a second."""
+    await clock.advance(seconds=2)
+    assert (await parts_of(flow.engine).retention.trim_batch()).done == 1
+
+
+SHORT: dict[str, object] = {"stream_policy": {"retention_ttl_ms": 1000}}
+
+
+async def test_a_member_that_depends_on_a_deleted_execution_is_not_replayed(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow, clock: Clock
+) -> None:
+    bad = await flow.member(policy=SHORT)
+    other, child = await flow.members(2)
+    for upstream in (bad, other):
+        await flow.connect(upstream, child)
+    await end(flow, bad, "failed")
+    await end(flow, other, "failed")
+    await delete(flow, clock)
+    async with rows.unchanged():
+        refusal = await refused(engine.replay_execution(child), "replay_not_allowed")
+    assert f"{child} depends on {bad}, which" in str(refusal.detail)
+    assert "submit the flow again" in str(refusal.detail)
+    assert await engine.replay_matching(flow_id=flow.flow_id) == BulkResult(
+        matched=2, changed=1, refused={"replay_not_allowed": 1}, is_dry_run=False
+    )
+    await check(engine, connection)
+
+
+async def test_a_member_that_can_do_without_a_deleted_execution_waits_for_the_others(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, flow: BuiltFlow, clock: Clock
+) -> None:
+    bad = await flow.member(policy=SHORT)
+    other, child = await flow.members(2)
+    await flow.policy(child, {"kind": "any_of", "on_satisfied": "let_run"})
+    for upstream in (bad, other):
+        await flow.connect(upstream, child)
+    await end(flow, bad, "failed")
+    await end(flow, other, "failed")
+    await delete(flow, clock)
+    for outcome in ("failed", "success"):
+        await engine.replay_execution(other)
+        answer = await engine.replay_execution(child)
+        assert answer == Replayed(public_state=PublicState.WAITING_CHILDREN)
+        assert await group(rows, child) == ("pending", 0, 0, 1)
+        assert await edges(rows, child) == {uuid_of(bad): ("impossible", True), uuid_of(other): ("unsatisfied", False)}
+        await check(engine, connection)
+        await end(flow, other, outcome)
+    assert await group(rows, child) == ("satisfied", 1, 0, 1)
+    assert await state(engine, child) is PublicState.WAITING
     await check(engine, connection)
 
 

@@ -82,6 +82,7 @@ async def test_a_flow_is_stored_and_its_roots_can_be_claimed_at_once(
         "retain_until": 0,
         "created_at": now,
         "last_mutation_at": now,
+        "ended_at": None,
         "cancelled_at": None,
         "cancel_reason": None,
         "cancellation_policy": None,

@@ -9,15 +9,18 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Unpack
+from uuid import UUID
 
+from flowfabric.engine.bulk.replays import MatchingReplays
+from flowfabric.engine.core.quarantine import is_connection_fault
 from flowfabric.engine.execution.cancel_many import CancelDisposition, CancelMany, CancelResult
 from flowfabric.engine.execution.priority import Priority
-from flowfabric.engine.flow.replay import Replays
+from flowfabric.engine.flow.replay import ReplayRequest
 from flowfabric.engine.read.filters import MAX_TIME, ExecutionFilters, check_lanes, check_states, check_texts
 from flowfabric.engine.read.listing import MAX_LIMIT, Listing, ListOrder
 from flowfabric.engine.read.view import View
-from flowfabric.model.errors import EngineError, TransportError, error
-from flowfabric.model.execution import BulkResult
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.execution import BulkResult, Replayed
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import ENDED_STATES, PublicState
 from flowfabric.model.text import check_options, check_range, check_text, shown
@@ -55,12 +58,16 @@ class _Extent:
         """How many executions the next page has at most."""
         return MAX_LIMIT if self.limit is None else min(MAX_LIMIT, self.limit - matched)
 
+    def room(self, matched: int) -> int | None:
+        """How many more executions the call may try; None if it may try all."""
+        return None if self.limit is None else self.limit - matched
+
 
 class Matching:
     """The operations on all executions that match a filter."""
 
     def __init__(
-        self, listing: Listing, view: View, cancel_many: CancelMany, replays: Replays, priority: Priority
+        self, listing: Listing, view: View, cancel_many: CancelMany, replays: MatchingReplays, priority: Priority
     ) -> None:
         self._listing = listing
         self._view = view
@@ -70,8 +77,8 @@ class Matching:
 
     async def cancel_matching(
         self,
-        *,
         reason: str,
+        *,
         all_executions: bool = False,
         dry_run: bool = False,
         limit: int | None = None,
@@ -102,32 +109,25 @@ class Matching:
     ) -> BulkResult:
         """Replay the executions that match every filter and have ended; the filters are those of `list_executions`.
 
-        Unless `public_state` says otherwise, those that succeeded are left alone. An execution is replayed at most once
-        by a call, even if it ends again meanwhile.
+        Unless `public_state` says otherwise, those that succeeded are left alone. Members of a flow are replayed
+        together, upstream executions first. An execution is replayed at most once by a call, even if it ends again.
         """
-        reason = None if reason is None else check_text(reason, "reason")
-        requested_by = None if requested_by is None else check_text(requested_by, "requested_by")
+        request = ReplayRequest.check(
+            reason=reason, requested_by=requested_by, allow_cancelled_flow=allow_cancelled_flow
+        )
 
         async def replay(execution_ids: Sequence[ExecutionId]) -> Sequence[str | None]:
-            return await _each(
-                execution_ids,
-                lambda execution_id: self._replays.replay_execution(
-                    execution_id=execution_id,
-                    reason=reason,
-                    requested_by=requested_by,
-                    allow_cancelled_flow=allow_cancelled_flow,
-                ),
-            )
+            return [_code(each) for each in await self._replays.replay_many(execution_ids, request)]
 
         is_narrowed = filters.get("public_state") is not None
         states = ENDED_STATES if is_narrowed else ENDED_STATES - {PublicState.COMPLETED}
         extent = _Extent(all_executions=all_executions, dry_run=dry_run, limit=limit)
-        return await self._apply(replay, states, filters, extent)
+        return await self._apply(replay, states, filters, extent, has_whole_flows=True)
 
     async def change_priority_matching(
         self,
-        *,
         new_priority: int,
+        *,
         all_executions: bool = False,
         dry_run: bool = False,
         limit: int | None = None,
@@ -149,15 +149,25 @@ class Matching:
         return await self._apply(change, _CLAIMABLE_STATES, filters, extent)
 
     async def _apply(
-        self, apply: Apply, states: frozenset[PublicState], filters: ExecutionFilters, extent: _Extent
+        self,
+        apply: Apply,
+        states: frozenset[PublicState],
+        filters: ExecutionFilters,
+        extent: _Extent,
+        *,
+        has_whole_flows: bool = False,
     ) -> BulkResult:
-        """Apply a change to the matching executions in these states."""
+        """Apply a change to the matching executions in these states; to those of one flow together, if it must be."""
         narrowed = await self._narrow(filters, states, extent)
         matched, refused = 0, Counter[str]()
         cursor: str | None = None
+        completed: set[UUID] = set()
         while (size := extent.page_size(matched)) > 0:
             page = await self._listing.list_executions(**narrowed, order=ListOrder.OLDEST, cursor=cursor, limit=size)
             execution_ids = [one.execution_id for one in page.executions]
+            if has_whole_flows and execution_ids and not extent.dry_run:
+                execution_ids = await self._replays.complete_flows(page.executions, narrowed, completed)
+                execution_ids = execution_ids[: extent.room(matched)]
             matched += len(execution_ids)
             if execution_ids and not extent.dry_run:
                 refused.update(code for code in await apply(execution_ids) if code is not None)
@@ -194,13 +204,13 @@ class Matching:
         return narrowed
 
 
-def _code(result: CancelResult) -> str | None:
-    """The code of a refusal, or None if the execution was cancelled."""
-    if isinstance(result, TransportError):
-        raise result
+def _code(result: Replayed | CancelResult) -> str | None:
+    """The code of a refusal, or None if the execution was changed."""
     if isinstance(result, EngineError):
+        if is_connection_fault(result):
+            raise result
         return result.code
-    return _CODES.get(result)
+    return None if isinstance(result, Replayed) else _CODES.get(result)
 
 
 async def _each(
@@ -213,12 +223,12 @@ async def _each(
         for at, execution_id in items:
             try:
                 await call(execution_id)
-            except TransportError:
-                # The other runs end after their call in progress: nothing is left running.
-                for _ in items:
-                    pass
-                raise
             except EngineError as refusal:
+                if is_connection_fault(refusal):
+                    # The other runs end after their call in progress: nothing is left running.
+                    for _ in items:
+                        pass
+                    raise
                 codes[at] = refusal.code
 
     items = enumerate(execution_ids)

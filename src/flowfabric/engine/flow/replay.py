@@ -1,73 +1,107 @@
 """Replay of ended executions: they run again, with a new attempt that follows the earlier ones."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Self, TypeAlias
 from uuid import UUID
-
-import msgspec
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.row import lock_execution
+from flowfabric.engine.core.row import lock_executions
 from flowfabric.engine.core.transition import REPLAYED, REPLAYED_BLOCKED, target_parameters
 from flowfabric.engine.execution.retention import RECHECK_MS
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver
-from flowfabric.engine.flow.row import LockedFlow, lock_flow, read_flow_of
+from flowfabric.engine.flow.row import LockedFlow
 from flowfabric.engine.flow.state import MemberChange, change_members
 from flowfabric.engine.store import Store
-from flowfabric.model.errors import error
+from flowfabric.model.errors import EngineError, error
 from flowfabric.model.event import CompletionOutcome, EventFamily
 from flowfabric.model.execution import Replayed
 from flowfabric.model.flow import FlowState
-from flowfabric.model.ids import ExecutionId, FlowId, parse_execution_id, row_key
+from flowfabric.model.ids import (
+    ExecutionId,
+    FlowId,
+    format_execution_id,
+    parse_execution_id,
+    row_key,
+    split_execution_id,
+)
 from flowfabric.model.policy import ExecutionPolicy, read_stored_policy
 from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.model.text import check_text, shown
 
 SQL = statements_beside(__file__)
 
-SETTLEMENTS = 5
-"""How often a replay settles the ends of a flow that are still queued before it gives up."""
+TRIES = 5
+"""How often a replay is tried that finds ends of its flow still queued, before it gives up."""
 _UNHAPPY = frozenset({TerminalOutcome.FAILED, TerminalOutcome.CANCELLED, TerminalOutcome.EXPIRED})
 _DEFAULTS = ExecutionPolicy()
+_TARGETS = {
+    **target_parameters(REPLAYED),
+    "blocked_eligibility": REPLAYED_BLOCKED.eligibility,
+    "blocked_blocking": REPLAYED_BLOCKED.blocking,
+}
+
+Verdict: TypeAlias = Replayed | EngineError
+"""The answer for one execution: it runs again, or why not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
-    """The checked arguments of a replay."""
+class ReplayRequest:
+    """The checked arguments of a replay, except the executions."""
 
-    execution_id: ExecutionId
-    partition_key: int
-    uuid: UUID | str
-    flow_id: FlowId | None
     reason: str | None
     requested_by: str | None
     allows_cancelled_flow: bool
 
-    @property
-    def key(self) -> dict[str, object]:
-        """The key of the execution, as parameters."""
-        return {"partition_key": self.partition_key, "execution_id": self.uuid}
+    @classmethod
+    def check(cls, *, reason: str | None, requested_by: str | None, allow_cancelled_flow: bool) -> Self:
+        """Check the arguments of a caller."""
+        if type(allow_cancelled_flow) is not bool:
+            raise error(
+                "invalid_input", f"allow_cancelled_flow: expected True or False, got {shown(allow_cancelled_flow)}"
+            )
+        return cls(
+            reason=None if reason is None else check_text(reason, "reason"),
+            requested_by=None if requested_by is None else check_text(requested_by, "requested_by"),
+            allows_cancelled_flow=allow_cancelled_flow,
+        )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Group:
-    """The dependencies of a replayed execution."""
+@dataclass(kw_only=True, slots=True)
+class _Item:
+    """An ended execution that the transaction has locked, and what its replay writes."""
 
+    execution_id: ExecutionId
+    ended: Record
+    policy: ExecutionPolicy
+    flow: LockedFlow | None
+    is_blocked: bool = False
     unsatisfied: int = 0
-    has_been_reset: bool = False
-    succeeded: list[UUID] = field(default_factory=list)
+    succeeded: Sequence[UUID] = ()
     """The edges made unsatisfied again whose upstream has succeeded since they became impossible."""
 
+    @property
+    def is_skipped(self) -> bool:
+        return self.flow is not None and self.ended["terminal_outcome"] == TerminalOutcome.SKIPPED
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Done:
-    """A replay that the transaction has written."""
+    @property
+    def detail(self) -> str | None:
+        """What the execution waits for."""
+        return f"{self.unsatisfied} dep(s) unsatisfied after replay" if self.is_blocked else None
 
-    public_state: PublicState
-    work: list[Record]
-    has_flow_changed: bool = False
-    resolved: ResolvedEdges | None = None
+
+@dataclass(kw_only=True, slots=True)
+class _Written:
+    """What a transaction has decided and written."""
+
+    verdicts: dict[ExecutionId, Verdict] = field(default_factory=dict)
+    work: list[Record] = field(default_factory=list)
+    resolved: list[ResolvedEdges] = field(default_factory=list)
+    unsettled: list[tuple[int, FlowId]] = field(default_factory=list)
+    """The flows with members whose end must be settled before they are replayed."""
 
 
 class Replays:
@@ -80,8 +114,8 @@ class Replays:
 
     async def replay_execution(
         self,
-        *,
         execution_id: ExecutionId | str,
+        *,
         reason: str | None = None,
         requested_by: str | None = None,
         allow_cancelled_flow: bool = False,
@@ -92,160 +126,301 @@ class Replays:
         satisfied waits for them.
         """
         parsed = parse_execution_id(execution_id)
-        partition_key, uuid = row_key(parsed)
-        reason = None if reason is None else check_text(reason, "reason")
-        requested_by = None if requested_by is None else check_text(requested_by, "requested_by")
-        if type(allow_cancelled_flow) is not bool:
-            raise error(
-                "invalid_input", f"allow_cancelled_flow: expected True or False, got {shown(allow_cancelled_flow)}"
-            )
-
-        async def replay(transaction: Transaction) -> _Done | FlowId:
-            flow_id = await read_flow_of(transaction, partition_key, uuid)
-            request = _Request(
-                execution_id=parsed,
-                partition_key=partition_key,
-                uuid=uuid,
-                flow_id=flow_id,
-                reason=reason,
-                requested_by=requested_by,
-                allows_cancelled_flow=allow_cancelled_flow,
-            )
-            return await self._replay(transaction, request)
-
-        for _ in range(SETTLEMENTS):
-            done = await self._store.transact(replay, execution_id=parsed)
-            if isinstance(done, _Done):
-                await self._after_commit(done)
-                return Replayed(public_state=done.public_state)
-            # The edges behind the end are resolved by its outcome, not by that of the replay.
-            await self._cascade.settle_flow(partition_key, done)
+        row_key(parsed)
+        request = ReplayRequest.check(
+            reason=reason, requested_by=requested_by, allow_cancelled_flow=allow_cancelled_flow
+        )
+        verdicts: dict[ExecutionId, Verdict] = {}
+        for _ in range(TRIES):
+            await self.replay_together([parsed], request, verdicts, waits=True)
+            verdict = verdicts.get(parsed)
+            if isinstance(verdict, EngineError):
+                raise verdict
+            if verdict is not None:
+                return verdict
         raise error(
             "retry_exhausted",
-            f"the edges behind the end of execution {parsed} are still being resolved: {SETTLEMENTS} tries failed; "
+            f"the edges behind the end of execution {parsed} are still being resolved: {TRIES} tries failed; "
             "nothing was written, repeat the call",
         )
 
-    async def _replay(self, transaction: Transaction, request: _Request) -> _Done | FlowId:
-        """Replay an execution, or return its flow if its end must be settled before."""
-        flow = None
-        if request.flow_id is not None:
-            flow = await lock_flow(transaction, request.partition_key, request.flow_id)
-        locked = await lock_execution(transaction, request.execution_id)
-        if locked.lifecycle_phase != "terminal":
-            raise error(
-                "execution_not_terminal",
-                f"execution {request.execution_id} is {locked.lifecycle_phase}; only ended ones are replayed",
-            )
-        (ended,) = await transaction.fetch(SQL.read_ended, **request.key)
-        policy = read_stored_policy(ended["policy"]) or _DEFAULTS
-        self._check(request, flow, ended["replay_count"], policy)
-        if flow is not None and await self._is_queued(transaction, request):
-            return FlowId(flow.flow_id)
+    async def replay_together(
+        self,
+        execution_ids: Sequence[ExecutionId],
+        request: ReplayRequest,
+        verdicts: dict[ExecutionId, Verdict],
+        *,
+        waits: bool = False,
+    ) -> None:
+        """Replay executions in one transaction, and add the verdicts of those that need no further one.
 
-        is_skipped = flow is not None and locked.terminal_outcome == TerminalOutcome.SKIPPED
-        group = await self._group(transaction, request, ended, is_skipped=is_skipped)
-        await self._take_end(transaction, request, ended, flow)
-        details: dict[str, object] = {"branch": "skipped_flow_member" if is_skipped else "normal"}
-        if is_skipped:
-            details["groups_reset"] = int(group.has_been_reset)
-        timeouts = policy.timeout_policy
-        work = await transaction.fetch(
+        The others have become members of a flow meanwhile, had an end that is settled only now, or are locked by
+        another session, if the call does not wait for that.
+        """
+        in_order = sorted(execution_ids, key=split_execution_id)
+
+        async def replay(transaction: Transaction) -> _Written:
+            return await self._replay(transaction, in_order, request, waits=waits)
+
+        written = await self._store.transact(replay, execution_id=in_order[0] if len(in_order) == 1 else None)
+        verdicts.update(written.verdicts)
+        await self._after_commit(written)
+        # The edges behind an end are resolved by its outcome, not by that of the replay.
+        for partition_key, flow_id in written.unsettled:
+            await self._cascade.settle_flow(partition_key, flow_id)
+
+    async def _replay(
+        self, transaction: Transaction, execution_ids: Sequence[ExecutionId], request: ReplayRequest, *, waits: bool
+    ) -> _Written:
+        written = _Written()
+        items = await self._lock(transaction, execution_ids, request, written.verdicts, waits=waits)
+        items = await self._settled(transaction, items, written)
+        items = await self._reset(transaction, items, written.verdicts)
+        if not items:
+            return written
+        await self._take_ends(transaction, items)
+        timeouts = [item.policy.timeout_policy for item in items]
+        written.work = await transaction.fetch(
             SQL.replay_locked,
-            **request.key,
-            **target_parameters(REPLAYED_BLOCKED if group.unsatisfied else REPLAYED),
-            deadline_ms=None if timeouts is None else timeouts.execution_deadline_ms,
-            detail=f"{group.unsatisfied} dep(s) unsatisfied after replay" if group.unsatisfied else None,
+            **_keys(items),
+            **_TARGETS,
+            are_blocked=[item.is_blocked for item in items],
+            deadlines_ms=[None if each is None else each.execution_deadline_ms for each in timeouts],
+            details=[item.detail for item in items],
+            replay_types=["skipped_flow_member" if item.is_skipped else "normal" for item in items],
             reason=request.reason,
             requested_by=request.requested_by,
-            replay_type=details["branch"],
-            event_details=msgspec.json.encode(details).decode(),
         )
-        if flow is None:
-            return _Done(public_state=PublicState.WAITING, work=work)
-        return await self._follow(transaction, request, flow, group, ended["terminal_outcome"], work)
+        await self._follow(transaction, items, written)
+        states = await transaction.fetch(SQL.list_replayed, **_keys(items))
+        for item, row in zip(items, states, strict=True):
+            written.verdicts[item.execution_id] = Replayed(public_state=PublicState(row["public_state"]))
+        return written
 
-    @staticmethod
-    def _check(request: _Request, flow: LockedFlow | None, replay_count: int, policy: ExecutionPolicy) -> None:
-        if flow is not None and flow.public_flow_state == FlowState.CANCELLED and not request.allows_cancelled_flow:
-            raise error(
-                "flow_already_terminal",
-                f"execution {request.execution_id} belongs to flow {flow.flow_id}, which was cancelled; "
-                "to replay it nevertheless, set allow_cancelled_flow",
-            )
-        if replay_count >= policy.max_replay_count:
-            raise error(
-                "max_replays_exhausted",
-                f"execution {request.execution_id} was replayed {replay_count} times, and its policy allows "
-                f"{policy.max_replay_count} (max_replay_count); submit it again as a new execution",
-            )
+    async def _lock(
+        self,
+        transaction: Transaction,
+        execution_ids: Sequence[ExecutionId],
+        request: ReplayRequest,
+        verdicts: dict[ExecutionId, Verdict],
+        *,
+        waits: bool,
+    ) -> list[_Item]:
+        """Lock the flows and the executions, and refuse those that may not be replayed."""
+        rows = await transaction.fetch(SQL.list_flows_of, **_id_keys(execution_ids))
+        flow_of = {format_execution_id(row["partition_key"], row["execution_id"]): row["flow_id"] for row in rows}
+        flows = await self._lock_flows(transaction, flow_of, waits=waits)
+        free = [each for each in execution_ids if waits or flow_of.get(each) is None or flow_of[each] in flows]
+        if not free:
+            return []
+        _, locked = await lock_executions(transaction, free, waits=waits)
+        ended: list[ExecutionId] = []
+        for execution_id, row in zip(free, locked, strict=True):
+            if row is None:
+                if waits or execution_id not in flow_of:
+                    verdicts[execution_id] = error("execution_not_found", str(execution_id))
+            elif row.lifecycle_phase != "terminal":
+                verdicts[execution_id] = error(
+                    "execution_not_terminal",
+                    f"execution {execution_id} is {row.lifecycle_phase}; only ended ones are replayed",
+                )
+            else:
+                ended.append(execution_id)
+        items: list[_Item] = []
+        found = await transaction.fetch(SQL.read_ended, **_id_keys(ended)) if ended else ()
+        for execution_id, row in zip(ended, found, strict=True):
+            if row["flow_id"] != flow_of.get(execution_id):
+                # It has become a member since: the next transaction locks the flow before it.
+                continue
+            flow = flows.get(row["flow_id"])
+            policy = read_stored_policy(row["policy"]) or _DEFAULTS
+            refusal = _refusal(request, execution_id, flow, row, policy)
+            if refusal is not None:
+                verdicts[execution_id] = refusal
+            else:
+                items.append(_Item(execution_id=execution_id, ended=row, policy=policy, flow=flow))
+        return items
 
-    @staticmethod
-    async def _is_queued(transaction: Transaction, request: _Request) -> bool:
-        rows = await transaction.fetch(SQL.read_is_queued, **request.key, flow_id=request.flow_id)
-        return bool(rows[0]["is_queued"])
+    async def _lock_flows(
+        self, transaction: Transaction, flow_of: dict[ExecutionId, UUID | None], *, waits: bool
+    ) -> dict[UUID, LockedFlow]:
+        members = {each: flow_id for each, flow_id in flow_of.items() if flow_id is not None}
+        if not members:
+            return {}
+        rows = await transaction.fetch(
+            SQL.lock_flows if waits else SQL.lock_free_flows,
+            partition_keys=[split_execution_id(each)[0] for each in members],
+            flow_ids=list(members.values()),
+        )
+        return {row["flow_id"]: LockedFlow(**row) for row in rows}
 
-    @staticmethod
-    async def _group(transaction: Transaction, request: _Request, ended: Record, *, is_skipped: bool) -> _Group:
-        """Reset the dependencies of a member that were impossible, and return what it waits for.
+    async def _settled(self, transaction: Transaction, items: list[_Item], written: _Written) -> list[_Item]:
+        """The executions without those of flows in which an end of one of them is still queued."""
+        members = [item for item in items if item.flow is not None]
+        if not members:
+            return items
+        rows = await transaction.fetch(SQL.list_queued_flows, **_member_keys(members))
+        written.unsettled = [(row["partition_key"], FlowId(row["flow_id"])) for row in rows]
+        unsettled = {flow_id for _, flow_id in written.unsettled}
+        return [item for item in items if item.flow is None or item.flow.flow_id not in unsettled]
+
+    async def _reset(
+        self, transaction: Transaction, items: list[_Item], verdicts: dict[ExecutionId, Verdict]
+    ) -> list[_Item]:
+        """Reset the dependencies of members that were impossible; refuse those that cannot be satisfied any more.
 
         A member that was cancelled before its dependencies became impossible is treated like a skipped one, as it would
         run without them otherwise.
         """
-        if ended["group_state"] == "impossible" or (is_skipped and ended["group_state"] is not None):
-            (row,) = await transaction.fetch(SQL.reset_group, **request.key, flow_id=request.flow_id)
-            return _Group(unsatisfied=row["unsatisfied"], has_been_reset=True, succeeded=row["succeeded"])
-        return _Group(unsatisfied=ended["unresolved"] if ended["group_state"] == "pending" else 0)
-
-    async def _take_end(
-        self, transaction: Transaction, request: _Request, ended: Record, flow: LockedFlow | None
-    ) -> None:
-        """Remove the execution from the entry of retained with its end, which counts it."""
-        retention_ms = self._store.rules.retention_ms if ended["retention_ms"] is None else ended["retention_ms"]
-        end = {**request.key, "ended_at": ended["ended_at"]}
-        # From its own end, or if retention has held it with its flow, from the end of that.
-        ends = [ended["ended_at"]] if flow is None or flow.ended_at is None else [ended["ended_at"], flow.ended_at]
-        found = await transaction.fetch(SQL.lock_end, **end, retain_untils=[at + retention_ms for at in ends])
-        # Retention has held it while its flow was live, or the setting was another one when it ended.
-        for within_ms in (RECHECK_MS, None):
-            found = found or await transaction.fetch(SQL.lock_end_anywhere, **end, within_ms=within_ms)
-        if found:
-            await transaction.fetch(SQL.take_end, **end, retain_until=found[0]["retain_until"])
-
-    async def _follow(
-        self,
-        transaction: Transaction,
-        request: _Request,
-        flow: LockedFlow,
-        group: _Group,
-        outcome: str,
-        work: list[Record],
-    ) -> _Done:
-        """Count the member as live again, and resolve its edges from upstreams that have succeeded meanwhile."""
-        await transaction.fetch(SQL.delete_pending_cancels, **request.key, flow_id=request.flow_id)
-        change = MemberChange(
-            partition_key=flow.partition_key,
-            flow_id=flow.flow_id,
-            live=1,
-            unhappy=-int(outcome in _UNHAPPY),
-            now_live=FlowState.BLOCKED if group.unsatisfied else FlowState.OPEN,
+        for item in items:
+            if item.ended["group_state"] == "pending":
+                item.unsatisfied = item.ended["unresolved"]
+                item.is_blocked = item.unsatisfied > 0
+        impossible = {item.execution_id: item for item in items if item.ended["group_state"] == "impossible"}
+        if not impossible:
+            return items
+        rows = await transaction.fetch(
+            SQL.reset_groups,
+            **_member_keys(impossible.values()),
+            replayed=[split_execution_id(item.execution_id)[1] for item in items],
         )
-        has_flow_changed = await change_members(transaction, [change])
-        if not group.unsatisfied:
-            return _Done(public_state=PublicState.WAITING, work=work, has_flow_changed=has_flow_changed)
-        resolved = None
-        public_state = PublicState.WAITING_CHILDREN
-        if group.succeeded:
-            edges = [(edge_id, CompletionOutcome.SUCCESS) for edge_id in group.succeeded]
-            resolved = await self._resolver.resolve_edges(transaction, flow, edges)
-            (row,) = await transaction.fetch(SQL.read_replayed, **request.key)
-            public_state = PublicState(row["public_state"])
-        return _Done(public_state=public_state, work=[], has_flow_changed=has_flow_changed, resolved=resolved)
+        for row in rows:
+            item = impossible[format_execution_id(row["partition_key"], row["execution_id"])]
+            if not row["is_reset"]:
+                verdicts[item.execution_id] = _deleted_upstreams(item.execution_id, row)
+                continue
+            item.is_blocked = True
+            item.succeeded = row["succeeded"] or ()
+            item.unsatisfied = row["unsatisfied"] - len(item.succeeded)
+        return [item for item in items if item.execution_id not in verdicts]
 
-    async def _after_commit(self, done: _Done) -> None:
+    async def _take_ends(self, transaction: Transaction, items: Sequence[_Item]) -> None:
+        """Remove the executions from the entries of retained with their ends, which count them."""
+        ended_at = {item.execution_id: item.ended["ended_at"] for item in items}
+        likely = [(item.execution_id, at) for item in items for at in self._retain_untils(item)]
+        found = await transaction.fetch(
+            SQL.lock_ends,
+            **_id_keys(execution_id for execution_id, _ in likely),
+            ended_ats=[ended_at[execution_id] for execution_id, _ in likely],
+            retain_untils=[at for _, at in likely],
+        )
+        # Retention has held it with its flow, or the setting was another one when it ended.
+        for within_ms in (RECHECK_MS, None):
+            ids = {format_execution_id(row["partition_key"], row["execution_id"]) for row in found}
+            missing = {each: at for each, at in ended_at.items() if each not in ids}
+            if missing:
+                found += await transaction.fetch(SQL.lock_ends_anywhere, **_ends(missing), within_ms=within_ms)
+        if found:
+            await transaction.fetch(
+                SQL.take_ends,
+                partition_keys=[row["partition_key"] for row in found],
+                execution_ids=[row["execution_id"] for row in found],
+                ended_ats=[row["ended_at"] for row in found],
+                retain_untils=[row["retain_until"] for row in found],
+            )
+
+    def _retain_untils(self, item: _Item) -> set[int]:
+        """When the retention of an execution ends: counted from its own end, or from that of its flow."""
+        retention_ms = item.ended["retention_ms"]
+        if retention_ms is None:
+            retention_ms = self._store.rules.retention_ms
+        ends = {item.ended["ended_at"], None if item.flow is None else item.flow.ended_at} - {None}
+        return {at + retention_ms for at in ends}
+
+    async def _follow(self, transaction: Transaction, items: Sequence[_Item], written: _Written) -> None:
+        """Count members as live again, and resolve their edges from upstreams that have succeeded meanwhile."""
+        by_flow: defaultdict[UUID, list[_Item]] = defaultdict(list)
+        for item in items:
+            if item.flow is not None:
+                by_flow[item.flow.flow_id].append(item)
+        if not by_flow:
+            return
+        await transaction.fetch(
+            SQL.delete_pending_cancels, **_member_keys(item for item in items if item.flow is not None)
+        )
+        await change_members(transaction, [_change(members) for members in by_flow.values()])
+        for members in by_flow.values():
+            edges = [(edge_id, CompletionOutcome.SUCCESS) for member in members for edge_id in member.succeeded]
+            flow = members[0].flow
+            if edges and flow is not None:
+                written.resolved.append(await self._resolver.resolve_edges(transaction, flow, edges))
+
+    async def _after_commit(self, written: _Written) -> None:
         wakeups = self._store.wakeups
-        wakeups.events(EventFamily.LEASE, EventFamily.OPERATOR)
-        if done.work:
-            wakeups.work_of(done.work)
-        if done.resolved is not None:
-            await self._resolver.after_commit(done.resolved)
+        if any(isinstance(verdict, Replayed) for verdict in written.verdicts.values()):
+            wakeups.events(EventFamily.LEASE, EventFamily.OPERATOR)
+        if written.work:
+            wakeups.work_of(written.work)
+        for resolved in written.resolved:
+            await self._resolver.after_commit(resolved)
+
+
+def _id_keys(execution_ids: Iterable[ExecutionId]) -> dict[str, object]:
+    """The keys of executions, as parameters."""
+    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
+    return {"partition_keys": [partition for partition, _ in pairs], "execution_ids": [uuid for _, uuid in pairs]}
+
+
+def _keys(items: Iterable[_Item]) -> dict[str, object]:
+    return _id_keys(item.execution_id for item in items)
+
+
+def _member_keys(items: Iterable[_Item]) -> dict[str, object]:
+    """The keys of members with their flows, as parameters."""
+    members = [(item, item.flow) for item in items if item.flow is not None]
+    return {**_keys(item for item, _ in members), "flow_ids": [flow.flow_id for _, flow in members]}
+
+
+def _ends(ended_at: dict[ExecutionId, int]) -> dict[str, object]:
+    return {**_id_keys(ended_at), "ended_ats": list(ended_at.values())}
+
+
+def _change(members: Sequence[_Item]) -> MemberChange:
+    """What the replay of members changes in the counts of their flow."""
+    flow = members[0].flow
+    assert flow is not None
+    return MemberChange(
+        partition_key=flow.partition_key,
+        flow_id=flow.flow_id,
+        live=len(members),
+        unhappy=-sum(member.ended["terminal_outcome"] in _UNHAPPY for member in members),
+        now_live=FlowState.BLOCKED if all(member.is_blocked for member in members) else FlowState.OPEN,
+    )
+
+
+def _refusal(
+    request: ReplayRequest,
+    execution_id: ExecutionId,
+    flow: LockedFlow | None,
+    row: Record,
+    policy: ExecutionPolicy,
+) -> EngineError | None:
+    """The error for an ended execution that may not be replayed."""
+    if flow is None and row["flow_id"] is not None:
+        return error("flow_not_found", str(row["flow_id"]))
+    replay_count = row["replay_count"]
+    if flow is not None and flow.public_flow_state == FlowState.CANCELLED and not request.allows_cancelled_flow:
+        return error(
+            "flow_already_terminal",
+            f"execution {execution_id} belongs to flow {flow.flow_id}, which was cancelled; "
+            "to replay it nevertheless, set allow_cancelled_flow",
+        )
+    if replay_count >= policy.max_replay_count:
+        return error(
+            "max_replays_exhausted",
+            f"execution {execution_id} was replayed {replay_count} times, and its policy allows "
+            f"{policy.max_replay_count} (max_replay_count); submit it again as a new execution",
+        )
+    return None
+
+
+def _deleted_upstreams(execution_id: ExecutionId, row: Record) -> EngineError:
+    """The error for a member whose dependencies cannot be satisfied without deleted executions."""
+    partition, _ = split_execution_id(execution_id)
+    named = ", ".join(format_execution_id(partition, uuid) for uuid in row["deleted_ids"])
+    others = row["deleted"] - len(row["deleted_ids"])
+    return error(
+        "replay_not_allowed",
+        f"execution {execution_id} depends on {named}{f' and {others} more' if others else ''}, which did not succeed "
+        "and are deleted since their retention is over; submit the flow again",
+    )

@@ -1,126 +1,233 @@
+-- name: list_flows_of
+-- The flow of each execution, null outside of flows; none for one that does not exist.
+select e.partition_key, e.execution_id, e.flow_id
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
+ cross join lateral (
+       select e.partition_key, e.execution_id, e.flow_id from execution e
+        where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e;
+
+-- fragment: flows
+-- Flows in their order, up to the lock.
+select f.*, ff_now() as now
+  from (select distinct i.partition_key, i.flow_id from unnest(:partition_keys::smallint[], :flow_ids::uuid[]) as i(partition_key, flow_id)
+         order by i.partition_key, i.flow_id) i
+ cross join lateral (
+       select f.partition_key, f.flow_id, f.namespace_no, f.public_flow_state, f.derived_state, f.graph_revision, f.node_count,
+              f.edge_count, f.live_count, f.ended_at, f.cancel_reason, f.cancellation_policy
+         from flow f where f.partition_key = i.partition_key and f.flow_id = i.flow_id
+
+-- name: lock_flows
+-- Locks flows until the transaction ends, waiting for each.
+-- include: flows
+           for update) f;
+
+-- name: lock_free_flows
+-- The same without waiting: a flow locked by another session has no row.
+-- include: flows
+           for update skip locked) f;
+
 -- name: read_ended
--- What a replay needs of an execution that the transaction has locked, with the group of its dependencies if it has one. Once one of
--- its edges is applied, the staged ones count too.
-select e.terminal_outcome, e.replay_count, e.policy, e.last_transition_at as ended_at, e.retention_ms, g.group_state::text as group_state,
-       g.staged_count - g.succeeded_count - g.failed_count - g.skipped_count as unresolved
-  from execution e
+-- What a replay needs of executions that the transaction has locked, in the order given, each with the group of its dependencies if it
+-- has one. Once one of its edges is applied, the staged ones count too.
+select e.flow_id, e.terminal_outcome, e.replay_count, e.policy, e.last_transition_at as ended_at, e.retention_ms,
+       g.group_state::text as group_state, g.staged_count - g.succeeded_count - g.failed_count - g.skipped_count as unresolved
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
+ cross join lateral (
+       select e.* from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e
   left join lateral (
        select g.group_state, g.staged_count, g.succeeded_count, g.failed_count, g.skipped_count from edge_group g
         where g.partition_key = e.partition_key and g.flow_id = e.flow_id and g.downstream_id = e.execution_id and g.applied_count > 0
         limit 1) g on true
- where e.partition_key = :partition_key and e.execution_id = :execution_id;
+ order by i.nth;
 
--- name: read_is_queued
--- Whether the end of a member of a locked flow is still queued for the cascade.
-select exists (
+-- name: list_queued_flows
+-- The locked flows with an end of one of these members that is still queued for the cascade.
+select i.partition_key, i.flow_id
+  from (select distinct i.partition_key, i.flow_id
+          from unnest(:partition_keys::smallint[], :flow_ids::uuid[]) as i(partition_key, flow_id)) i
+ cross join lateral (
        select from cascade_entry c
-        where c.partition_key = :partition_key and c.flow_id = :flow_id and :execution_id::uuid = any(c.execution_ids)) as is_queued;
+        where c.partition_key = i.partition_key and c.flow_id = i.flow_id and c.execution_ids && :execution_ids::uuid[] limit 1) c;
 
--- name: reset_group
--- Makes the impossible edges that lead to a member of a locked flow unsatisfied again, and their group pending. Returns how many of
--- its edges are unsatisfied, and the impossible ones whose upstream has succeeded since, which the caller resolves.
+-- name: reset_groups
+-- Makes the impossible edges that lead to members of locked flows unsatisfied again, and their groups pending, except edges from deleted
+-- executions and groups that cannot be satisfied without these. Returns for each member whether its group was reset, how many of its
+-- edges are unsatisfied then, how many come from deleted executions and from which ones, and the edges that were reset whose upstream
+-- execution has succeeded since and is not one of :replayed, which the caller resolves.
 with clock as materialized (select ff_now() as now),
+impossible as materialized (
+  select x.partition_key, x.flow_id, x.downstream_id, x.edge_id, x.edge_no, x.upstream_id, u.terminal_outcome
+    from unnest(:partition_keys::smallint[], :flow_ids::uuid[], :execution_ids::uuid[]) as i(partition_key, flow_id, execution_id)
+   cross join lateral (
+         select x.partition_key, x.flow_id, x.downstream_id, x.edge_id, x.edge_no, x.upstream_id from edge x
+          where x.downstream_id = i.execution_id and x.partition_key is not distinct from i.partition_key
+            and x.flow_id is not distinct from i.flow_id and x.state::text = 'impossible' offset 0) x
+    left join lateral (
+         select u.terminal_outcome from execution u
+          where u.partition_key = x.partition_key and u.execution_id = x.upstream_id limit 1) u on true
+),
+judged as materialized (
+  select d.*, g.applied_count - g.succeeded_count - d.deleted as unsatisfied, d.deleted <= g.staged_count - g.needed as is_reset
+    from (select x.partition_key, x.flow_id, x.downstream_id, count(*) filter (where x.terminal_outcome is null) as deleted,
+                 (array_agg(x.upstream_id order by x.edge_no) filter (where x.terminal_outcome is null))[1:3] as deleted_ids,
+                 array_agg(x.edge_id order by x.edge_no) filter (
+                   where x.terminal_outcome = 'success' and x.upstream_id not in (select unnest(:replayed::uuid[]))) as succeeded
+            from impossible x group by x.partition_key, x.flow_id, x.downstream_id) d
+   cross join lateral (
+         select g.applied_count, g.succeeded_count, g.staged_count,
+                case g.policy when 'all_of' then g.staged_count when 'any_of' then 1 else g.k end as needed
+           from edge_group g
+          where g.partition_key = d.partition_key and g.flow_id = d.flow_id and g.downstream_id = d.downstream_id limit 1) g
+),
 reset_edges as (
-  update edge d set state = 'unsatisfied', last_resolved_at = null
-   where d.downstream_id = :execution_id and d.partition_key is not distinct from :partition_key::smallint
-     and d.flow_id is not distinct from :flow_id::uuid
-     and d.state::text = 'impossible'
-  returning d.partition_key, d.edge_id, d.upstream_id
+  update edge x set state = 'unsatisfied', last_resolved_at = null
+    from impossible i
+   where (i.downstream_id in (select downstream_id from judged where is_reset)) is true and i.terminal_outcome is not null
+     and x.partition_key = any(array[i.partition_key]) and x.flow_id = i.flow_id and x.edge_id = i.edge_id
 ),
 reset_groups as (
   update edge_group g
-     set group_state = 'pending', failed_count = 0, skipped_count = 0, last_dependency_update_at = c.now,
+     set group_state = 'pending', failed_count = 0, skipped_count = j.deleted, last_dependency_update_at = c.now,
          cancel_siblings_pending_flag = false, cancel_siblings_pending_members = null, cancel_siblings_reason = null
-    from clock c
-   where g.partition_key = :partition_key and g.flow_id = :flow_id and g.downstream_id = :execution_id
-  returning g.applied_count - g.succeeded_count as unsatisfied
+    from judged j cross join clock c
+   where j.is_reset and g.partition_key = any(array[j.partition_key]) and g.flow_id = j.flow_id and g.downstream_id = j.downstream_id
 ),
 deleted_pending_groups as (
-  delete from pending_cancel_group p
-   where p.partition_key = :partition_key and p.flow_id = :flow_id and p.downstream_id = :execution_id
+  delete from pending_cancel_group p using judged j
+   where j.is_reset and p.partition_key = any(array[j.partition_key]) and p.flow_id = j.flow_id and p.downstream_id = j.downstream_id
 )
-select (select unsatisfied from reset_groups) as unsatisfied,
-       array(
-         select d.edge_id
-           from reset_edges d
-          cross join lateral (
-                select e.terminal_outcome from execution e
-                 where e.partition_key = d.partition_key and e.execution_id = d.upstream_id limit 1) e
-          where e.terminal_outcome = 'success'
-          order by d.edge_id) as succeeded;
+select partition_key, downstream_id as execution_id, is_reset, unsatisfied, deleted, deleted_ids, succeeded from judged;
 
 -- name: delete_pending_cancels
--- Withdraws what was still to cancel a member of a locked flow: the cancellation of the flow, and groups that need it no more.
-with deleted_backlog as (
-  delete from cancel_backlog_member m
-   where m.partition_key = :partition_key and m.flow_id = :flow_id and m.execution_id = :execution_id
+-- Withdraws what was still to cancel members of locked flows: the cancellation of the flow, and groups that need them no more.
+with item as materialized (
+  select * from unnest(:partition_keys::smallint[], :flow_ids::uuid[], :execution_ids::uuid[]) as i(partition_key, flow_id, execution_id)
+),
+deleted_backlog as (
+  delete from cancel_backlog_member m using item i
+   where m.partition_key = any(array[i.partition_key]) and m.flow_id = i.flow_id and m.execution_id = i.execution_id
+),
+owing as materialized (
+  select distinct x.partition_key, x.flow_id, x.downstream_id
+    from item i
+   cross join lateral (
+         select x.partition_key, x.flow_id, x.downstream_id from edge x
+          where x.upstream_id = i.execution_id and x.partition_key is not distinct from i.partition_key
+            and x.flow_id is not distinct from i.flow_id offset 0) x
+   cross join lateral (
+         select from edge_group g
+          where g.partition_key = x.partition_key and g.flow_id = x.flow_id and g.downstream_id = x.downstream_id
+            and i.execution_id = any(g.cancel_siblings_pending_members) limit 1) g
 )
-update edge_group g set cancel_siblings_pending_members = array_remove(g.cancel_siblings_pending_members, d.upstream_id)
-  from (select d.partition_key, d.flow_id, d.upstream_id, d.downstream_id from edge d
-         where d.upstream_id = :execution_id and d.partition_key is not distinct from :partition_key::smallint
-           and d.flow_id is not distinct from :flow_id::uuid offset 0) d
- where g.partition_key = any(array[d.partition_key]) and g.flow_id = d.flow_id and g.downstream_id = d.downstream_id
-   and d.upstream_id = any(g.cancel_siblings_pending_members);
+update edge_group g
+   set cancel_siblings_pending_members = array(
+         select m.execution_id from unnest(g.cancel_siblings_pending_members) with ordinality as m(execution_id, nth)
+          where m.execution_id <> all(:execution_ids) order by m.nth)
+  from owing o
+ where g.partition_key = any(array[o.partition_key]) and g.flow_id = o.flow_id and g.downstream_id = o.downstream_id;
 
--- name: read_replayed
--- The state of a member that the transaction has replayed.
-select public_state from execution where partition_key = :partition_key and execution_id = :execution_id;
+-- name: list_replayed
+-- The states of members that the transaction has replayed, in the order given.
+select e.public_state
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
+ cross join lateral (
+       select e.public_state from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e
+ order by i.nth;
 
--- name: lock_end
--- Locks the entry of retained with the end of an execution if it is due at one of the given times, and returns its time.
-select r.retain_until from retained r
- where r.retain_until = any(:retain_untils::bigint[]) and r.partition_key = :partition_key and r.ended_at = :ended_at
-   and :execution_id::uuid = any(r.execution_ids)
-   for update;
+-- name: lock_ends
+-- Locks the entries of retained with the ends of executions that are due at the given times, and returns these ends.
+-- `(... in (...)) is true` makes the planner use a hashed subplan instead of a nested loop.
+with item as materialized (
+  select * from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :ended_ats::bigint[], :retain_untils::bigint[])
+         as i(partition_key, execution_id, ended_at, retain_until)
+),
+entry as materialized (
+  select r.*
+    from (select distinct retain_until, partition_key, ended_at from item order by retain_until, partition_key, ended_at) i
+   cross join lateral (
+         select r.retain_until, r.partition_key, r.ended_at, r.execution_ids from retained r
+          where r.retain_until = i.retain_until and r.partition_key = i.partition_key and r.ended_at = i.ended_at for update) r
+)
+select r.partition_key, m.execution_id, r.ended_at, r.retain_until
+  from entry r
+ cross join lateral unnest(r.execution_ids) as m(execution_id)
+ where ((r.partition_key, m.execution_id) in (select partition_key, execution_id from item)) is true;
 
--- name: lock_end_anywhere
+-- name: lock_ends_anywhere
 -- The same for any retention that ends within :within_ms from now, or ends at all if that is null.
-select r.retain_until from retained r
- where r.retain_until >= :ended_at
-   and r.retain_until <= case when :within_ms::bigint is null then 9223372036854775807 else (select ff_now()) + :within_ms end
-   and r.partition_key = :partition_key and r.ended_at = :ended_at
-   and :execution_id::uuid = any(r.execution_ids)
-   for update;
-
--- name: take_end
--- Removes an execution and its queue from the locked entry of retained with its end; the last one takes the entry with it.
-with shortened as (
-  update retained r
-     set execution_ids = array_remove(r.execution_ids, :execution_id::uuid),
-         queue_nos = r.queue_nos[1 : array_position(r.execution_ids, :execution_id) - 1]
-                     || r.queue_nos[array_position(r.execution_ids, :execution_id) + 1 : cardinality(r.queue_nos)]
-   where r.retain_until = :retain_until and r.partition_key = :partition_key and r.ended_at = :ended_at
-     and :execution_id = any(r.execution_ids) and cardinality(r.execution_ids) > 1
+with item as materialized (
+  select * from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :ended_ats::bigint[])
+         as i(partition_key, execution_id, ended_at)
+),
+entry as materialized (
+  select r.retain_until, r.partition_key, r.ended_at, r.execution_ids from retained r
+   where r.retain_until >= (select min(ended_at) from item)
+     and r.retain_until <= case when :within_ms::bigint is null then 9223372036854775807 else (select ff_now()) + :within_ms end
+     and ((r.partition_key, r.ended_at) in (select partition_key, ended_at from item)) is true
+   order by r.retain_until, r.partition_key, r.ended_at
+     for update
 )
-delete from retained r
- where r.retain_until = :retain_until and r.partition_key = :partition_key and r.ended_at = :ended_at
-   and :execution_id = any(r.execution_ids) and cardinality(r.execution_ids) = 1;
+select r.partition_key, m.execution_id, r.ended_at, r.retain_until
+  from entry r
+ cross join lateral unnest(r.execution_ids) as m(execution_id)
+ where ((r.partition_key, m.execution_id) in (select partition_key, execution_id from item)) is true;
+
+-- name: take_ends
+-- Removes executions and their queues from the locked entries of retained with their ends; the last one takes the entry with it.
+with item as materialized (
+  select * from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :ended_ats::bigint[], :retain_untils::bigint[])
+         as i(partition_key, execution_id, ended_at, retain_until)
+),
+entry as materialized (
+  select r.tid, k.execution_ids, k.queue_nos
+    from (select distinct retain_until, partition_key, ended_at from item) i
+   cross join lateral (
+         select r.ctid as tid, r.execution_ids, r.queue_nos from retained r
+          where r.retain_until = i.retain_until and r.partition_key = i.partition_key and r.ended_at = i.ended_at offset 0) r
+   cross join lateral (
+         select array_agg(m.execution_id order by m.nth) as execution_ids, array_agg(m.queue_no order by m.nth) as queue_nos
+           from unnest(r.execution_ids, r.queue_nos) with ordinality as m(execution_id, queue_no, nth)
+          where m.execution_id not in (select execution_id from item)) k
+   where cardinality(r.execution_ids) > coalesce(cardinality(k.execution_ids), 0)
+),
+shortened as (
+  update retained r
+     set execution_ids = e.execution_ids, queue_nos = case when r.queue_nos is not null then e.queue_nos end
+    from entry e
+   where r.ctid = e.tid and e.execution_ids is not null
+)
+delete from retained r using entry e where r.ctid = e.tid and e.execution_ids is null;
 
 -- name: replay_locked
--- Makes an ended execution that the transaction has locked runnable, or blocked by its dependencies, and returns where it can be
--- claimed. The attempt on its row moves to attempt, where the next one gets a row that says who wanted it. A deadline that has
+-- Makes ended executions that the transaction has locked runnable, or blocked by their dependencies, and returns where the runnable ones
+-- can be claimed. The attempt on a row moves to attempt, where the next one gets a row that says who wanted it. A deadline that has
 -- passed is set again by the policy, if that has one.
 with clock as materialized (select ff_now() as now),
 held as materialized (
-  select e.*, c.now, :to_eligibility::eligibility_state = 'eligible_now' as is_ready,
-         case when e.deadline_at > c.now then e.deadline_at when e.deadline_at is not null then c.now + :deadline_ms::bigint end as to_deadline_at
+  select e.*, c.now, i.is_blocked, i.detail, i.replay_type,
+         case when e.deadline_at > c.now then e.deadline_at when e.deadline_at is not null then c.now + i.deadline_ms end as to_deadline_at
     from clock c
+   cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[], :are_blocked::boolean[], :deadlines_ms::bigint[],
+                     :details::text[], :replay_types::text[])
+         as i(partition_key, execution_id, is_blocked, deadline_ms, detail, replay_type)
    cross join lateral (
          select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.attempt_count, e.replay_count, e.lease_epoch,
                 e.deadline_at, e.flow_id, e.instance_tag, e.has_tags
            from execution e
-          where e.partition_key = :partition_key and e.execution_id = :execution_id and e.lifecycle_phase = 'terminal'
+          where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.lifecycle_phase = 'terminal'
           limit 1) e
 ),
 moved as (
   update execution e
-     set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = :to_eligibility,
-         blocking_reason = :to_blocking, terminal_outcome = :to_outcome, attempt_state = :to_attempt,
+     set lifecycle_phase = :to_phase, ownership_state = :to_ownership,
+         eligibility_state = case when h.is_blocked then :blocked_eligibility else :to_eligibility end::eligibility_state,
+         blocking_reason = case when h.is_blocked then :blocked_blocking else :to_blocking end::blocking_reason,
+         terminal_outcome = :to_outcome, attempt_state = :to_attempt,
          replay_count = e.replay_count + 1, retry_count = 0, reclaim_count = 0, lease_id = null, attempt_id = null,
          last_transition_at = h.now, last_mutation_at = null, result_payload = null, result_encoding = null,
          failure_reason = null, failure_category = null, cancellation_reason = null, cancelled_by = null,
          granted_until = null, delay_until = null, deadline_at = h.to_deadline_at, attempt_timeout_at = null,
-         suspension_timeout_at = null, remaining_attempt_timeout_ms = null, blocking_detail = :detail,
+         suspension_timeout_at = null, remaining_attempt_timeout_ms = null, blocking_detail = h.detail,
          lease_renewed_at = null
     from held h
    where e.partition_key = any(array[h.partition_key]) and e.execution_id = h.execution_id
@@ -164,16 +271,16 @@ inserted_entries as (
   select h.place, q.route_no, h.queue_no, h.partition_key, h.execution_id
     from held h
    cross join lateral (select q.route_no from queue q where q.queue_no = h.queue_no limit 1) q
-   where h.is_ready
+   where not h.is_blocked
 ),
 written_listings as (
   insert into listed (partition_key, execution_id, public_state, at)
-  select partition_key, execution_id, 'waiting_children', now from held where not is_ready
+  select partition_key, execution_id, 'waiting_children', now from held where is_blocked
   on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at
 ),
 deleted_listings as (
   delete from listed i using held h
-   where h.is_ready and i.partition_key = any(array[h.partition_key]) and i.execution_id = h.execution_id
+   where not h.is_blocked and i.partition_key = any(array[h.partition_key]) and i.execution_id = h.execution_id
 ),
 inserted_timers as (
   insert into timer (partition_key, execution_id, kind, due_at)
@@ -189,11 +296,14 @@ inserted_events as (
             where t.partition_key = h.partition_key and t.execution_id = h.execution_id) end
     from held h
    cross join lateral (values
-         ('replay_initiated', :replay_type::text,
-          jsonb_build_object('replay_count', h.replay_count + 1, 'replay_type', :replay_type)),
-         ('operator_action', 'replayed', :event_details::text::jsonb)) as i(kind, reason, details)
+         ('replay_initiated', h.replay_type,
+          jsonb_build_object('replay_count', h.replay_count + 1, 'replay_type', h.replay_type)),
+         ('operator_action', 'replayed',
+          jsonb_build_object('branch', h.replay_type)
+            || case h.replay_type when 'skipped_flow_member' then '{"groups_reset": 1}' else '{}' end::jsonb)) as i(kind, reason, details)
 )
 select q.lane_id, q.route_no, h.queue_no, h.place
   from held h
  cross join lateral (
-       select l.lane_id, q.route_no from queue q join lane l using (lane_no) where q.queue_no = h.queue_no limit 1) q;
+       select l.lane_id, q.route_no from queue q join lane l using (lane_no) where q.queue_no = h.queue_no limit 1) q
+ where not h.is_blocked;

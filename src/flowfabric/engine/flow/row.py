@@ -71,6 +71,6 @@ async def lock_open_flow(transaction: Transaction, partition_key: int, flow_id: 
 
 
 async def read_flow_of(transaction: Transaction, partition_key: int, execution_id: UUID | str) -> FlowId | None:
-    """The flow of an execution, which never changes once it is set; None outside of flows."""
+    """The flow of an execution, None outside of flows; it can become a member until its row is locked."""
     rows = await transaction.fetch(SQL.read_flow_of, partition_key=partition_key, execution_id=execution_id)
     return cast("FlowId", rows[0]["flow_id"]) if rows and rows[0]["flow_id"] is not None else None
