@@ -6,9 +6,11 @@ STAMP  := $(VENV)/.ready-dev
 BENCH  := $(VENV)/.ready-bench
 # Keep compiled modules even if the shell says otherwise: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
-# How long random faults are injected, and their seed; without one, a seed is drawn and printed.
+# How long random faults are injected, and the seed of all that is random; without one, it is the time, and is printed.
 SECONDS ?= 60
-SEED    ?=
+ifeq ($(SEED),)
+SEED    := $(shell date +%s)
+endif
 
 .PHONY: demo test check docs docs-serve faults bench soak format clean help
 
@@ -18,7 +20,7 @@ help:
 	@echo "make check   format, lint, types, imports, the documentation site and the tests: what CI runs"
 	@echo "make docs    builds the documentation site into site/; fails on a broken link"
 	@echo "make docs-serve  shows the site on http://127.0.0.1:8000 and rebuilds it at every change"
-	@echo "make faults  every cancellation and broken connection, all races, then SECONDS=60 of random faults (SEED=n repeats a run)"
+	@echo "make faults  every cancellation and broken connection, all races, random flows with crashes, then SECONDS=60 of random faults (SEED=n repeats a run)"
 	@echo "make format  formats the code and applies automatic fixes"
 	@echo "make bench   runs the benchmark beside the raw limit and the peers"
 	@echo "make soak    runs ten minutes at full rate on a store with a million retained executions"
@@ -54,8 +56,8 @@ docs-serve: $(STAMP)
 	$(BIN)/mkdocs serve --strict
 
 faults: $(STAMP)
-	FF_TEST_SWEEP=whole FF_TEST_SEED=$(SEED) $(BIN)/python -m pytest -n 4 --dist worksteal tests/faults tests/scenarios/test_*races.py
-	$(BIN)/python -m tests.faults --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+	FF_TEST_SWEEP=whole FF_TEST_SEED=$(SEED) $(BIN)/python -m pytest -n 4 --dist worksteal tests/faults tests/scenarios/test_*races.py tests/engine/flow/test_random_graphs.py
+	$(BIN)/python -m tests.faults --seconds $(SECONDS) --seed $(SEED)
 
 bench: $(BENCH)
 	$(BIN)/python -m flowfabric.bench

@@ -3,7 +3,8 @@
 `FF_TEST_POSTGRES` chooses the server: 18 (embedded, the default), 16 (embedded) or 15 (as Debian installs it).
 `FF_TEST_DATABASE_URL` is the URL of a running server; databases are created on it and dropped again.
 `FF_TEST_SWEEP=whole` runs every case of the sweeps in `tests/faults` and every round of the races; `FF_TEST_SEED`
-chooses the samples otherwise.
+chooses the samples otherwise. `FF_TEST_EXAMPLES=1000` runs so many new examples of the tests that compare the engine
+with a model.
 `FF_TEST_PGBOUNCER` names a PgBouncer other than the installed one.
 """
 

@@ -4,7 +4,7 @@ It uses no code of the engine. Edges are resolved one by one, in the order of th
 number that the caller moves.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 HOUR_MS = 3_600_000
@@ -190,6 +190,12 @@ class GraphModel:
             for edge in sorted((edge for edge in self.edges if edge.up == number), key=lambda edge: edge.key):
                 self.resolve(edge, outcome)
             self._count(live=-1, unhappy=int(outcome in UNHAPPY))
+
+    def resolve_those(self, number: int, outcome: str, is_resolved: Callable[[Edge], bool]) -> None:
+        """Resolve some of the edges behind a queued end, and count it later."""
+        for edge in sorted((edge for edge in self.edges if edge.up == number), key=lambda edge: edge.key):
+            if edge.state == "unsatisfied" and is_resolved(edge):
+                self.resolve(edge, outcome)
 
     def resolve(self, edge: Edge, outcome: str) -> None:
         """Resolve an applied edge; an edge is resolved once."""

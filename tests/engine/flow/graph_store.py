@@ -1,30 +1,23 @@
-"""Two engines on one database for random flows: what is stored, and crashes between any two statements."""
+"""Two engines on one database for random flows, and what is stored."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from uuid import UUID
 
 import asyncpg
 
 from fixtures import Clock
-from flowfabric.db.database import Database, Record, Transaction
-from flowfabric.db.faults import StoreFault
-from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import cascade
 from flowfabric.engine.parts import Parts, parts_of
-from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome
 from flowfabric.settings import Settings
 from sessions import session
 
+from .graph_faults import LOCKS, Crashes
 from .graph_model import GraphModel
-
-CRASHES = ("before a statement", "cut before a statement", "answer lost")
-"""How a process crashes: between two statements of a transaction, in both forms, or behind its commit."""
 
 MAX_SWEEPS = 200
 """More sweeps than the largest flow needs with one edge each."""
@@ -47,75 +40,12 @@ select c.event_id, c.outcome, m.execution_id
   from cascade_entry c cross join lateral unnest(c.execution_ids) with ordinality as m(execution_id, nth)
  where c.flow_id = $1 order by c.event_id, m.nth
 """
+_DELETE_ALL = """
+truncate flow, edge, edge_group, cascade_entry, pending_cancel_group, cancel_backlog, cancel_backlog_member,
+         execution, execution_input, execution_result, ready, timer, claim, retained, listed, attempt, event,
+         suspension, waitpoint
+"""
 _RESULTS = ("succeeded", "failed", "skipped")
-
-
-class Crashes:
-    """Lets the process of an engine die at a statement or behind a commit: from then on, its calls fail."""
-
-    def __init__(self, database: Database) -> None:
-        self._fetch, self._transact = database.fetch, database.transact
-        self._form = ""
-        self._left = -1
-        self.has_crashed = False
-        self.cut: int | None = None
-        """The server process of the connection that was cut."""
-        database.fetch = self._guarded_fetch  # type: ignore[method-assign]
-        database.transact = self._guarded_transact  # type: ignore[method-assign]
-
-    @contextmanager
-    def at(self, form: str, nth: int) -> Iterator[None]:
-        """Crash at the nth statement of transactions, or behind the nth commit; the process lives again at the end."""
-        self._form, self._left, self.has_crashed = form, nth, False
-        try:
-            yield
-        finally:
-            self._left, self.has_crashed = -1, False
-
-    async def counted(self, transaction: Transaction) -> None:
-        """Count a statement that is about to run, and crash if it is the one."""
-        if self._form != "answer lost" and self._is_reached():
-            if self._form == "cut before a statement":
-                self.cut = transaction.connection.get_server_pid()
-                transaction.connection.terminate()
-            else:
-                raise StoreFault("transport", "crashed before a statement")
-
-    def _is_reached(self) -> bool:
-        self._left -= 1
-        self.has_crashed |= self._left == 0
-        return self._left == 0
-
-    def _check(self) -> None:
-        if self.has_crashed:
-            raise StoreFault("transport", "the process has crashed")
-
-    async def _guarded_fetch(self, statement: Statement, values: Any, **options: Any) -> list[Record]:
-        self._check()
-        return await self._fetch(statement, values, **options)
-
-    async def _guarded_transact(self, work: Callable[[Transaction], Awaitable[Any]]) -> Any:
-        self._check()
-        if self._left < 0:
-            return await self._transact(work)
-        answer = await self._transact(lambda transaction: work(_Counted(transaction, self)))
-        if self._form == "answer lost" and self._is_reached():
-            raise StoreFault("transport", "the answer is lost", outcome_unknown=True)
-        return answer
-
-
-class _Counted(Transaction):
-    """A transaction whose statements are counted."""
-
-    __slots__ = ("crashes",)
-
-    def __init__(self, transaction: Transaction, crashes: Crashes) -> None:
-        super().__init__(transaction.connection)
-        self.crashes = crashes
-
-    async def fetch(self, statement: Statement, **values: object) -> list[Record]:
-        await self.crashes.counted(self)
-        return await super().fetch(statement, **values)
 
 
 class GraphStore:
@@ -133,9 +63,11 @@ class GraphStore:
     async def _open(self, url: str) -> None:
         self.connection = await session(url, "test graphs")
         self._stack.push_async_callback(self.connection.close)
+        self._locker = await session(url, "test locks")
+        self._stack.push_async_callback(self._locker.close)
         self.clock = Clock(self.connection)
         await self.clock.stop()
-        settings = Settings(database_url=url, database_pool_size=3, listen=False)
+        settings = Settings(database_url=url, database_pool_size=3, listen=False, submit_patience_ms=0)
         self.engine: Engine = await self._stack.enter_async_context(Engine.connect(settings=settings))
         self.second: Engine = await self._stack.enter_async_context(Engine.connect(settings=settings))
         for parts in (self.parts, self.other):
@@ -160,13 +92,34 @@ class GraphStore:
         self.run(self._stack.aclose())
         self.loop.close()
 
-    async def settle_left_over(self) -> None:
+    async def clear(self) -> None:
+        """Delete what a failed script has left, so that the next one fails by itself."""
+        await self.connection.execute(_DELETE_ALL)
+
+    @asynccontextmanager
+    async def locked(self, lock: tuple[str, UUID] | None) -> AsyncIterator[None]:
+        """Let another session hold a lock on a row of LOCKS."""
+        if lock is None:
+            yield
+            return
+        async with self._locker.transaction():
+            await self._locker.execute(LOCKS[lock[0]], lock[1])
+            yield
+
+    async def wait_for_cut(self) -> None:
+        """Wait until the server has noticed that a connection was cut: it keeps its locks until then."""
+        while await self.connection.fetchval("select count(*) from pg_stat_activity where pid = $1", self.crashes.cut):
+            pass
+
+    async def settle_left_over(self, after_each: Callable[[], Awaitable[object]] | None = None) -> None:
         """Settle every entry by the sweeps of the second engine."""
         for _ in range(MAX_SWEEPS):
             if not await self.connection.fetchval("select count(*) from cascade_entry"):
                 return
             await self.clock.advance(ms=cascade.LEFT_OVER_MS + 1)
             await self.other.cascade.settle_left_over(since=0)
+            if after_each is not None:
+                await after_each()
         raise AssertionError(f"entries are left after {MAX_SWEEPS} sweeps")
 
     async def queued(self, flow_id: UUID) -> list[tuple[int, UUID, str]]:
@@ -249,18 +202,3 @@ def differences(stored: State, expected: State) -> list[str]:
         for key in sorted({*stored, *expected})
         if stored.get(key) != expected.get(key)
     ]
-
-
-async def crashed(call: Awaitable[object], store: GraphStore, form: str, nth: int) -> Counter[str]:
-    """Make a call in a process that may crash meanwhile; return whether it has, as a count."""
-    with store.crashes.at(form, nth):
-        try:
-            await call
-        except EngineError:
-            if not store.crashes.has_crashed:
-                raise
-        has_crashed = store.crashes.has_crashed
-    # The server keeps the locks of a connection until it has noticed that it was cut.
-    while await store.connection.fetchval("select count(*) from pg_stat_activity where pid = $1", store.crashes.cut):
-        pass
-    return Counter({form: int(has_crashed)})
