@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from engine.state import IS_WHOLE, rounds
 from flowfabric.db import session as sessions
+from flowfabric.engine.core import quarantine
 from flowfabric.engine.execution.cancel_many import CancelMany
 from flowfabric.engine.flow import backlog, cascade, siblings
 from flowfabric.model.errors import EngineError
@@ -51,7 +52,8 @@ def store(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphStore]:
     monkeypatch.setattr(cascade, "TRIES", 2)
     # What could not be locked is tried again at once.
     monkeypatch.setattr(cascade, "SKIPPED_SECONDS", 0.0)
-    monkeypatch.setattr(siblings, "SKIPPED_SECONDS", 0.0)
+    monkeypatch.setattr(quarantine, "pause_after", lambda *_: 0.0)
+    monkeypatch.setattr(siblings, "GROUP_PATIENCE_SECONDS", 0.01)
     store = GraphStore(url)
     yield store
     store.close()

@@ -110,9 +110,9 @@ class Siblings:
                 is_cut |= await self._drain(group) is None
                 done += 1
             except EngineError as fault:
-                self.quarantine.failed(group.execution_id, fault)
                 if is_connection_fault(fault):
                     raise
+                self.quarantine.failed(group.execution_id, fault)
         # Those that failed are skipped by the next pass, so it sees others.
         return SweepResult(done, is_full=is_cut or tried < len(groups) or len(groups) == limit)
 
