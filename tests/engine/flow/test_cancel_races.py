@@ -240,6 +240,22 @@ async def test_shutdown_prepare_ends_waits_for_members(
     await nothing_owed(rows)
 
 
+async def test_shutdown_prepare_waits_for_a_call_that_has_not_cancelled_its_flow_yet(
+    given: Given, rows: Rows, url: str, connection: asyncpg.Connection, eventually: Eventually
+) -> None:
+    flow = await submitted_flow(given, 3)
+    async with Engine.connect(url) as closing:
+        async with connection.transaction():
+            await connection.execute("select from flow where flow_id = $1 for update", flow.flow_id)
+            cancelling = asyncio.create_task(closing.cancel_flow(flow.flow_id, reason="x", cancellation_policy=ALL))
+            await eventually(lambda: is_waiting(connection))
+            await refused(closing.shutdown_prepare(0), "timeout")
+        await closing.shutdown_prepare(60_000)
+        await nothing_owed(rows)
+        assert isinstance(await cancelling, CancellationScheduled)
+    assert set((await flow.states(rows)).values()) == {"cancelled"}
+
+
 async def test_a_member_added_during_a_cancel_is_cancelled_with_it_or_refused(
     flows: NewFlow, given: Given, rows: Rows, engine: Engine, engines: Engines
 ) -> None:

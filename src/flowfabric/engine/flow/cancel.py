@@ -1,9 +1,10 @@
 """Cancellation of flows: close the graph in one transaction, then cancel the members that the policy covers."""
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
@@ -75,6 +76,8 @@ class FlowCancel:
         self._backlog = backlog
         self._grace_ms = grace_ms
         self._tasks: set[asyncio.Task[list[ExecutionId]]] = set()
+        self._starting: set[asyncio.Future[None]] = set()
+        """One for each call that may have cancelled its flow and has not begun to cancel the members."""
         self._refuses = asyncio.Event()
 
     async def cancel_flow_header(
@@ -115,15 +118,16 @@ class FlowCancel:
         policy = parse_cancellation_policy(cancellation_policy)
         seconds = _wait_seconds(wait)
         began = time.monotonic()
-        header = await self._cancel_header(flow_id, reason, policy, grace_ms, replayed_members=REPLAYED_MEMBERS)
-        partition, parsed = check_flow_id(self._store, flow_id)
+        with self._until_started():
+            header = await self._cancel_header(flow_id, reason, policy, grace_ms, replayed_members=REPLAYED_MEMBERS)
+            partition, parsed = check_flow_id(self._store, flow_id)
+            dispatch = self._start_dispatch(partition, parsed, header.owed, reason) if header.owed else None
         if not header.is_new:
             if seconds is not None:
                 await self._wait_for_members(partition, parsed, began, seconds)
             return FlowCancelled(cancellation_policy=header.policy or policy, member_execution_ids=header.members)
-        if not header.owed:
+        if dispatch is None:
             return FlowCancelled(cancellation_policy=policy, member_execution_ids=header.members)
-        dispatch = self._start_dispatch(partition, parsed, header.owed, reason)
         if seconds is None:
             return CancellationScheduled(
                 cancellation_policy=policy, member_count=len(header.owed), member_execution_ids=header.members
@@ -141,16 +145,28 @@ class FlowCancel:
 
     async def drain(self) -> None:
         """Wait until the members of every flow cancelled by this engine are cancelled."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        while unfinished := {*self._starting, *self._tasks}:
+            await asyncio.wait(unfinished)
 
     async def close(self) -> None:
         """Drain for a limited time, and leave the other members to the sweep of another process."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=DRAIN_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                await self.drain()
         for task in (left := tuple(self._tasks)):
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def _until_started(self) -> Iterator[None]:
+        """Let `drain` wait for the block, which starts the dispatch of a flow that it cancels."""
+        started = asyncio.get_running_loop().create_future()
+        self._starting.add(started)
+        try:
+            yield
+        finally:
+            self._starting.discard(started)
+            started.set_result(None)
 
     async def _cancel_header(
         self,
