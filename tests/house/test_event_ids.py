@@ -15,6 +15,7 @@ from engine.state import claim
 from engine.waits import suspend_run
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.flow import submit
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.ids import mint_for_flow
 
@@ -62,7 +63,12 @@ async def test_a_statement_that_draws_an_event_id_too_early_is_detected(checked:
 
 
 async def test_every_statement_that_writes_events_has_a_transaction_id_before(
-    checked: asyncpg.Connection, engine: Engine, given: Given, clock: Clock, rows: Rows
+    checked: asyncpg.Connection,
+    engine: Engine,
+    given: Given,
+    clock: Clock,
+    rows: Rows,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     instance = {"ff.instance_id": "one"}
     for _ in range(2):
@@ -110,7 +116,8 @@ async def test_every_statement_that_writes_events_has_a_transaction_id_before(
         "creator_identity": "test",
         "tags": instance,
     }
-    await engine.submit_flow(flow_kind="dag", namespace="tests", nodes=[{"name": "only", **member}])
+    monkeypatch.setattr(submit, "ROWS_PER_STATEMENT", 1)
+    await engine.submit_flow(flow_kind="dag", namespace="tests", nodes=[{"name": name, **member} for name in "ab"])
 
     await engine.replay_execution(execution_id=runs[0].execution_id)
 

@@ -57,7 +57,7 @@ async def test_submitting_a_flow_touches_few_rows(original: str, engine: Engine,
     flow_id = uuid4()
     for kind in (FlowSubmitted, FlowAlreadySatisfied):
         assert isinstance(await engine.submit_flow(**chains(1_500), flow_id=flow_id), kind)
-    assert {"insert_submitted_flow", "insert_part"} <= set(touched.calls)
+    assert {"insert_flow", "insert_part"} <= set(touched.calls)
     assert touched["read_submitted_flow"] <= 4
     # Inserts read no rows.
     assert {name: touched[name] for name in touched.calls if touched[name] > 0} == {

@@ -36,7 +36,7 @@ VECTOR = (
     "attempt_state",
 )
 
-CREATES = {"insert_executions", "insert_alike", "insert_alike_of_instances", "insert_part"}
+CREATES = {"insert_executions", "insert_alike", "insert_alike_of_instances", "insert_flow", "insert_part"}
 MOVES = {
     "claim_by_route",
     "claim_by_queue",
@@ -231,6 +231,7 @@ KINDS = {
     "insert_deliveries": {EventKind.SIGNAL},
     "insert_alike_of_instances": {EventKind.TAG_ATTACHED},
     "insert_executions": {EventKind.TAG_ATTACHED},
+    "insert_flow": {EventKind.TAG_ATTACHED},
     "insert_part": {EventKind.TAG_ATTACHED},
 }
 """The kinds of events that statements write; resume_locked and set_tags take the kind from a parameter or a list."""

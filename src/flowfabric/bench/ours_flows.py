@@ -23,6 +23,8 @@ CHAINS = 100
 CHAIN = 10
 HOPS = 20
 """How many nodes the chain has that runs alone."""
+ROUNDS_OF_CHAINS = 10
+"""How often the chains run together: one round is too short for one figure."""
 SAMPLES = 20
 """How many chains run alone, one after the other, and how many groups cancel their siblings."""
 WIDTH = 10_000
@@ -43,7 +45,7 @@ async def measure(task: Task) -> Figures:
             # Open the connections and prepare the statements.
             await run_chains(engine)
             await observer.analyze()
-            chains = [await run_chains(engine) for _ in range(RUNS)]
+            chains = [await run_chains(engine) for _ in range(ROUNDS_OF_CHAINS)]
             hops = [hop for _ in range(samples) for hop in await run_hops(engine, starts)]
         fans: list[Fan] = []
         plain: list[Figure] = []

@@ -149,9 +149,10 @@ async def test_a_promoted_child_keeps_its_delay(engine: Engine, rows: Rows, cloc
     assert await engine.find_inconsistencies() == []
 
 
-async def test_edges_of_one_end_are_settled_a_thousand_at_a_time_and_the_entry_goes_with_the_last(
-    engine: Engine, rows: Rows
+async def test_edges_of_one_end_are_settled_in_groups_and_the_entry_goes_with_the_last(
+    engine: Engine, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cascade, "EDGE_LIMIT", 1000)
     names = [f"n{n}" for n in range(2_500)]
     flow = await DrivenFlow.submit(engine, rows, " ".join(["a", *names]), " ".join(f"a>{name}" for name in names))
     parts = parts_of(engine)

@@ -23,7 +23,7 @@ from flowfabric.model.states import AttemptState, BlockingReason, EligibilitySta
 
 SQL = statements_beside(__file__)
 
-EDGE_LIMIT = 1000
+EDGE_LIMIT = 2000
 """How many edges one transaction resolves at most."""
 
 logger = logging.getLogger(__name__)

@@ -136,41 +136,36 @@ class SubmitFlow:
     async def _insert(self, draft: Draft, *, is_minted: bool) -> FlowSubmitted | FlowAlreadySatisfied:
         await self._drafts.register(draft)
         namespace_no = await self._store.namespace_no(draft.namespace)
-        flow = {"namespace_no": namespace_no, **_flow_values(draft)}
-        parts = await self._parts(draft, namespace_no)
-        found: list[Record] = []
+        first, *others = await self._parts(draft, namespace_no)
 
-        async def insert(transaction: Transaction) -> bool | None:
-            """Whether this call has created the flow, perhaps in an earlier try; None if it is not known."""
-            ((is_new, lane_no, lane_state),) = await transaction.fetch(SQL.insert_submitted_flow, **flow)
-            if not is_new:
-                rows = await transaction.fetch(
-                    SQL.read_submitted_flow,
-                    partition_key=draft.partition_key,
-                    flow_id=draft.flow_id,
-                    **_own_ids(draft),
-                )
-                if rows:
-                    return bool(rows[0]["is_ours"]) or is_minted
-                if lane_no is not None:
-                    raise self._refusal(draft, lane_no, lane_state)
-                return None
-            found.clear()
-            for values in parts:
-                found.extend(await transaction.fetch(SQL.insert_part, **values))
-            return True
+        async def insert(transaction: Transaction) -> list[Record]:
+            rows = await transaction.fetch(SQL.insert_flow, **first)
+            if rows[0]["is_new"]:
+                for values in others:
+                    rows += await transaction.fetch(SQL.insert_part, **values)
+            return rows
 
-        is_ours: bool | None = None
-        while is_ours is None:
+        database = self._store.database
+        is_ours = False
+        while not is_ours:
             try:
-                is_ours = await self._store.database.transact(insert)
+                work = await (database.transact(insert) if others else database.fetch(SQL.insert_flow, first))
+                if work[0]["is_new"]:
+                    break
+                flow = {"partition_key": draft.partition_key, "flow_id": draft.flow_id, **_own_ids(draft)}
+                found = await database.fetch(SQL.read_submitted_flow, flow)
             except StoreFault as fault:
                 if draft.given_ids and not fault.is_store_failure:
                     await self._refuse_existing(draft)
                 raise error_of(fault, f"flow {draft.flow_id}") from fault
-        if not is_ours:
-            return FlowAlreadySatisfied(flow_id=draft.flow_id)
-        self._wake(draft, found)
+            if found:
+                # An earlier try may have created it.
+                is_ours = found[0]["is_ours"] or is_minted
+                if not is_ours:
+                    return FlowAlreadySatisfied(flow_id=draft.flow_id)
+            elif (lane_no := work[0]["refusing_lane_no"]) is not None:
+                raise self._refusal(draft, lane_no, work[0]["refusing_lane_state"])
+        self._wake(draft, work)
         return FlowSubmitted(
             flow_id=draft.flow_id,
             execution_ids=draft.execution_ids,
@@ -199,17 +194,17 @@ class SubmitFlow:
         nth = next(nth for nth, member in enumerate(draft.members) if member.shape.columns["lane_no"] == lane_no)
         return lane_refusal(self._store.lane_id(lane_no), lane_state, f"nodes[{nth}].lane_id")
 
-    def _wake(self, draft: Draft, found: Sequence[Record]) -> None:
+    def _wake(self, draft: Draft, rows: Sequence[Record]) -> None:
         """Wake the waiters for the work and the timers of a committed flow."""
         wakeups = self._store.wakeups
         work = []
-        for lane_no, route_no, queue_no, place, due_in_ms in found:
-            if due_in_ms is None:
-                work.append(Work(self._store.lane_id(lane_no), route_no, queue_no, place))
-            else:
-                wakeups.timer(due_in_ms)
+        for row in rows:
+            if row["place"] is not None:
+                work.append(Work(self._store.lane_id(row["lane_no"]), row["route_no"], row["queue_no"], row["place"]))
+            elif row["due_in_ms"] is not None:
+                wakeups.timer(row["due_in_ms"])
         wakeups.work(work)
-        if not found:
+        if not rows[0]["is_new"]:
             # An earlier try has created the flow and did not learn where its executions are.
             for lane_id in {member.shape.lane_id for member in draft.members}:
                 wakeups.lane(lane_id)
@@ -218,7 +213,7 @@ class SubmitFlow:
             wakeups.events(EventFamily.INSTANCE_TAG)
 
     async def _parts(self, draft: Draft, namespace_no: int) -> list[dict[str, object]]:
-        """The values of the statements that insert the members, the edges and the groups of a flow."""
+        """The values of the statements that insert a flow, one for each part of its members, edges and groups."""
         of_flow = {
             "partition_key": draft.partition_key,
             "flow_id": draft.flow_id,
@@ -227,12 +222,13 @@ class SubmitFlow:
             "inline_payload_bytes": INLINE_PAYLOAD_BYTES,
         }
         found: list[dict[str, object]] = []
-        for members, edges, groups in zip_longest(
+        parts = zip_longest(
             _slices([len(member.payload) for member in draft.members]),
             _slices([0] * len(draft.edge_uuids)),
             _slices([0] * len(draft.graph.policies)),
             fillvalue=_EMPTY,
-        ):
+        )
+        for members, edges, groups in list(parts) or [(_EMPTY, _EMPTY, _EMPTY)]:
             of_part = {
                 **self._member_columns(draft, members),
                 **_edge_columns(draft, edges),
@@ -241,6 +237,7 @@ class SubmitFlow:
             found.append({**of_flow, **of_part})
             # Other tasks of the event loop have a turn.
             await asyncio.sleep(0)
+        found[0] |= _flow_values(draft)
         return found
 
     def _member_columns(self, draft: Draft, part: slice) -> dict[str, object]:
@@ -280,8 +277,6 @@ def _own_ids(draft: Draft) -> dict[str, object]:
 def _flow_values(draft: Draft) -> dict[str, object]:
     members = draft.members
     return {
-        "partition_key": draft.partition_key,
-        "flow_id": draft.flow_id,
         "flow_kind": draft.flow_kind,
         "node_count": len(draft.uuids),
         "edge_count": len(draft.edge_uuids),
@@ -289,7 +284,7 @@ def _flow_values(draft: Draft) -> dict[str, object]:
             (member.delay_until for member in members if member.delay_until is not None), default=0
         ),
         "longest_delay_ms": max((member.delay_ms for member in members if member.delay_ms is not None), default=0),
-        "lane_nos": list(dict.fromkeys(member.shape.columns["lane_no"] for member in members)),
+        "flow_lane_nos": list(dict.fromkeys(member.shape.columns["lane_no"] for member in members)),
         "tag_keys": list(draft.tags),
         "tag_values": list(draft.tags.values()),
         "lock_timeout": LOCK_TIMEOUT,

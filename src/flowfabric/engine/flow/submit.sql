@@ -16,41 +16,9 @@ select e.execution_id
  cross join lateral (
        select e.execution_id from execution e where e.partition_key = :partition_key and e.execution_id = i.execution_id limit 1) e;
 
--- name: insert_submitted_flow
--- Creates a flow and its tags, unless the flow exists or a lane refuses submissions; returns which of them it is.
--- Waits at most :lock_timeout for another transaction that is creating the flow.
-with clock as materialized (select ff_now() as now, set_config('lock_timeout', :lock_timeout, true)),
-refusing as materialized (
-  select i.lane_no, l.state
-    from unnest(:lane_nos::int[]) with ordinality as i(lane_no, nth)
-   cross join lateral (select l.state from lane l where l.lane_no = i.lane_no limit 1) l
-   where l.state in ('draining', 'disabled')
-   order by i.nth limit 1
-),
-fresh as (
-  insert into flow (partition_key, flow_id, namespace_no, flow_kind, graph_revision, node_count, edge_count, derived_state,
-                    live_count, project_at, created_at, last_mutation_at)
-  select :partition_key::smallint, :flow_id::uuid, :namespace_no::int, :flow_kind::text, :node_count::int + :edge_count::int,
-         :node_count, :edge_count,
-         case when :edge_count > 0 or :latest_delay_until::bigint > now or :longest_delay_ms::bigint > 0 then 'blocked' else 'open' end,
-         :node_count, case when :node_count > 0 then now end, now, now
-    from clock
-   where not exists (select from refusing)
-  on conflict (partition_key, flow_id) do nothing
-  returning partition_key, flow_id
-),
-tagged as (
-  insert into flow_tag (partition_key, flow_id, key, value)
-  select f.partition_key, f.flow_id, t.key, t.value
-    from fresh f cross join unnest(:tag_keys::text[], :tag_values::text[]) as t(key, value)
-)
-select exists (select from fresh) as is_new, (select lane_no from refusing) as refusing_lane_no, (select state from refusing) as lane_state;
-
--- name: insert_part
--- Creates members, applied edges and groups of a new flow. Members are created in input order: those without inbound edges as
--- submissions that start at once or delayed, the others waiting for their dependencies. Returns where executions can be claimed, by
--- priority, and when the first delay ends.
-with clock as materialized (select ff_now() as now),
+-- fragment: part
+-- Creates members, applied edges and groups of a new flow at the time in began, or nothing if it is empty. Members are created in input
+-- order: those without inbound edges as submissions that start at once or delayed, the others waiting for their dependencies.
 given as (
   select execution_id,
          coalesce(queue_no, (:queue_nos)[1]) as queue_no, coalesce(route_no, (:route_nos)[1]) as route_no,
@@ -61,10 +29,10 @@ given as (
          case cardinality(:policies) when 1 then (:policies)[1] else policy end as policy,
          coalesce(
            case cardinality(:delays_until) when 1 then (:delays_until)[1] else delay_until end,
-           (select now from clock) + case cardinality(:delays_ms) when 1 then (:delays_ms)[1] else delay_ms end) as delay_until,
+           (select now from began) + case cardinality(:delays_ms) when 1 then (:delays_ms)[1] else delay_ms end) as delay_until,
          coalesce(
            case cardinality(:deadlines_at) when 1 then (:deadlines_at)[1] else deadline_at end,
-           (select now from clock) + case cardinality(:deadlines_ms) when 1 then (:deadlines_ms)[1] else deadline_ms end) as deadline_at,
+           (select now from began) + case cardinality(:deadlines_ms) when 1 then (:deadlines_ms)[1] else deadline_ms end) as deadline_at,
          case cardinality(:retentions_ms) when 1 then (:retentions_ms)[1] else retention_ms end as retention_ms,
          case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end as instance_tag,
          case cardinality(:tags) when 1 then (:tags)[1] else tags end as tags,
@@ -80,7 +48,7 @@ item as materialized (
   select i.*, c.now, i.inbound > 0 as is_blocked, coalesce(i.delay_until > c.now, false) as is_delayed,
          i.inbound = 0 and coalesce(i.delay_until <= c.now, true) as is_claimable,
          ((9000 - i.priority)::bigint << 48) | nextval('execution_sequence') as place
-    from given i cross join clock c
+    from given i cross join began c
 ),
 fresh as (
   insert into execution (partition_key, execution_id, flow_id, place, queue_no, namespace_no, lane_no, has_tags, lifecycle_phase,
@@ -138,7 +106,7 @@ inserted_edges as (
     from unnest(:edge_ids::uuid[], :upstream_ids::uuid[], :downstream_ids::uuid[], :dependency_kinds::text[],
                 :data_passing_refs::text[]) with ordinality
          as i(edge_id, upstream_id, downstream_id, dependency_kind, data_passing_ref, nth)
-   cross join clock c
+   cross join began c
 ),
 inserted_groups as (
   insert into edge_group (partition_key, flow_id, downstream_id, policy, k, on_satisfied, staged_count, applied_count, created_at,
@@ -149,9 +117,56 @@ inserted_groups as (
          coalesce(i.edge_count, (:group_edge_counts)[1]), c.now, c.now, :graph_revision::bigint
     from unnest(:group_ids::uuid[], :group_policies::text[], :ks::int[], :effects::text[], :group_edge_counts::int[])
          as i(group_id, policy, k, effect, edge_count)
-   cross join clock c
+   cross join began c
 )
+
+-- fragment: work
+-- Where executions can be claimed, by priority, and when the first delay ends.
 select lane_no, route_no, queue_no, min(place) as place, null::bigint as due_in_ms
   from item where is_claimable group by lane_no, route_no, queue_no, place >> 48
 union all
-select null, null, null, null, min(delay_until - now) from item where is_delayed and not is_blocked having count(*) > 0;
+select null, null, null, null, min(delay_until - now) from item where is_delayed and not is_blocked having count(*) > 0
+
+-- name: insert_flow
+-- Creates a flow, its tags and its first part, unless the flow exists or a lane refuses submissions. Returns which of them it is, and the
+-- work of the part. Waits at most :lock_timeout for another transaction that is creating the flow.
+with clock as materialized (select ff_now() as now, set_config('lock_timeout', :lock_timeout, true)),
+refusing as materialized (
+  select i.lane_no, l.state
+    from unnest(:flow_lane_nos::int[]) with ordinality as i(lane_no, nth)
+   cross join lateral (select l.state from lane l where l.lane_no = i.lane_no limit 1) l
+   where l.state in ('draining', 'disabled')
+   order by i.nth limit 1
+),
+new_flow as (
+  insert into flow (partition_key, flow_id, namespace_no, flow_kind, graph_revision, node_count, edge_count, derived_state,
+                    live_count, project_at, created_at, last_mutation_at)
+  select :partition_key::smallint, :flow_id::uuid, :namespace_no::int, :flow_kind::text, :node_count::int + :edge_count::int,
+         :node_count, :edge_count,
+         case when :edge_count > 0 or :latest_delay_until::bigint > now or :longest_delay_ms::bigint > 0 then 'blocked' else 'open' end,
+         :node_count, case when :node_count > 0 then now end, now, now
+    from clock
+   where not exists (select from refusing)
+  on conflict (partition_key, flow_id) do nothing
+  returning partition_key, flow_id
+),
+flow_tagged as (
+  insert into flow_tag (partition_key, flow_id, key, value)
+  select f.partition_key, f.flow_id, t.key, t.value
+    from new_flow f cross join unnest(:tag_keys::text[], :tag_values::text[]) as t(key, value)
+),
+began as materialized (select now from clock where exists (select from new_flow)),
+-- include: part
+select n.*, w.*
+  from (select exists (select from new_flow) as is_new, (select lane_no from refusing) as refusing_lane_no,
+               (select state from refusing) as refusing_lane_state) n
+  left join (
+-- include: work
+) w on true;
+
+-- name: insert_part
+-- Creates another part of a flow that the transaction has created, and returns its work.
+with began as materialized (select ff_now() as now),
+-- include: part
+-- include: work
+;
