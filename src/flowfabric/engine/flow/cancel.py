@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 from uuid import UUID
 
 from flowfabric.db.database import Transaction
@@ -145,7 +146,8 @@ class FlowCancel:
 
     async def drain(self) -> None:
         """Wait until the members of every flow cancelled by this engine are cancelled."""
-        while unfinished := {*self._starting, *self._tasks}:
+        while self._starting or self._tasks:
+            unfinished: set[asyncio.Future[Any]] = {*self._starting, *self._tasks}
             await asyncio.wait(unfinished)
 
     async def close(self) -> None:
