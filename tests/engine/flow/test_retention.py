@@ -199,6 +199,8 @@ async def test_a_replay_and_a_trim_of_one_member_leave_it_deleted_or_live(
             await engine.cancel_execution(execution_id=member, reason="x")
             await settle(engine, flow_id)
         await clock.advance(seconds=DAY + RECHECK + 1)
+        # A row that the replay had locked during the first trim is found by the next full scan.
+        parts_of(engine).store.retained_watermark.move_to(0)
         await trim(engine)
         assert await rows.of("execution") == await rows.of("retained") == []
 

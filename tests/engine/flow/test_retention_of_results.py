@@ -12,6 +12,7 @@ from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric import Fabric, FlowRunFailed
 from flowfabric.engine.engine import Engine
 from flowfabric.flows import FlowState, FlowStatus
+from flowfabric.model.flow import WaitIndefinite
 from flowfabric.model.ids import ExecutionId, FlowId
 
 HOUR = 3_600_000
@@ -105,7 +106,7 @@ async def test_a_cancelled_flow_has_ended_when_its_last_member_has(
     running = await given.claimed(lease_ttl_ms=9 * DAY)
     waiting = await given.created()
     flow_id = await flow_of(engine, [running.execution_id, waiting])
-    await engine.cancel_flow(flow_id, reason="x", cancellation_policy="cancel_pending")
+    await engine.cancel_flow(flow_id, reason="x", cancellation_policy="cancel_pending", wait=WaitIndefinite())
     await clock.advance(ms=2 * DAY)
     assert await trim(engine) == 0
     await engine.complete(running, b"1")
