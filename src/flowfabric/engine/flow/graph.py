@@ -11,7 +11,7 @@ from flowfabric.engine.core.transition import BLOCKED_BY_DEPENDENCIES
 from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver
 from flowfabric.engine.flow.row import LockedFlow, check_flow_id, lock_flow, lock_flow_if_exists, lock_open_flow
 from flowfabric.engine.flow.snapshot import edge_snapshot
-from flowfabric.engine.flow.state import MemberChange, change_members
+from flowfabric.engine.flow.state import UNHAPPY, MemberChange, change_members
 from flowfabric.engine.store import Store
 from flowfabric.model.edge import (
     MAX_REF_CHARACTERS,
@@ -38,7 +38,6 @@ from flowfabric.model.text import check_length, check_range, check_short
 SQL = statements_beside(__file__)
 
 MAX_REVISION = 2**63 - 1
-_UNHAPPY = frozenset({TerminalOutcome.FAILED, TerminalOutcome.CANCELLED, TerminalOutcome.EXPIRED})
 
 
 class Graph:
@@ -99,7 +98,7 @@ class Graph:
                 partition_key=partition,
                 flow_id=flow,
                 live=int(outcome is TerminalOutcome.NONE),
-                unhappy=int(outcome in _UNHAPPY),
+                unhappy=int(outcome in UNHAPPY),
             )
             has_changed = await change_members(transaction, [change])
             return Added(execution_id=member, new_node_count=row["node_count"]), has_changed

@@ -14,7 +14,7 @@ from flowfabric.engine.execution.retention import RECHECK_MS
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver
 from flowfabric.engine.flow.row import LockedFlow
-from flowfabric.engine.flow.state import MemberChange, change_members
+from flowfabric.engine.flow.state import UNHAPPY, MemberChange, change_members
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.event import CompletionOutcome, EventFamily
@@ -36,7 +36,6 @@ SQL = statements_beside(__file__)
 
 TRIES = 5
 """How often a replay is tried that finds ends of its flow still queued, before it gives up."""
-_UNHAPPY = frozenset({TerminalOutcome.FAILED, TerminalOutcome.CANCELLED, TerminalOutcome.EXPIRED})
 _DEFAULTS = ExecutionPolicy()
 _TARGETS = {
     **target_parameters(REPLAYED),
@@ -383,7 +382,7 @@ def _change(members: Sequence[_Item]) -> MemberChange:
         partition_key=flow.partition_key,
         flow_id=flow.flow_id,
         live=len(members),
-        unhappy=-sum(member.ended["terminal_outcome"] in _UNHAPPY for member in members),
+        unhappy=-sum(member.ended["terminal_outcome"] in UNHAPPY for member in members),
         now_live=FlowState.BLOCKED if all(member.is_blocked for member in members) else FlowState.OPEN,
     )
 

@@ -8,12 +8,12 @@ select e.partition_key, e.execution_id, e.flow_id
 
 -- fragment: flows
 -- Flows in their order, up to the lock.
-select f.*, ff_now() as now
+select f.*
   from (select distinct i.partition_key, i.flow_id from unnest(:partition_keys::smallint[], :flow_ids::uuid[]) as i(partition_key, flow_id)
          order by i.partition_key, i.flow_id) i
  cross join lateral (
-       select f.partition_key, f.flow_id, f.namespace_no, f.public_flow_state, f.derived_state, f.graph_revision, f.node_count,
-              f.edge_count, f.live_count, f.ended_at, f.cancel_reason, f.cancellation_policy
+       select f.partition_key, f.flow_id, f.public_flow_state, f.graph_revision, f.node_count, f.ended_at, f.cancel_reason,
+              f.cancellation_policy
          from flow f where f.partition_key = i.partition_key and f.flow_id = i.flow_id
 
 -- name: lock_flows

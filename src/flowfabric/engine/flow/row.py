@@ -20,17 +20,12 @@ class LockedFlow(msgspec.Struct, frozen=True, kw_only=True):
 
     partition_key: int
     flow_id: UUID
-    namespace_no: int
     public_flow_state: str
-    derived_state: str
     graph_revision: int
     node_count: int
-    edge_count: int
-    live_count: int
     ended_at: int | None
     cancel_reason: str | None
     cancellation_policy: str | None
-    now: int
 
     @property
     def is_closed(self) -> bool:

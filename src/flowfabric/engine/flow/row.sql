@@ -1,7 +1,6 @@
 -- name: lock_flow
 -- Locks a flow until the transaction ends, waiting for it.
-select f.partition_key, f.flow_id, f.namespace_no, f.public_flow_state, f.derived_state, f.graph_revision, f.node_count, f.edge_count,
-       f.live_count, f.ended_at, f.cancel_reason, f.cancellation_policy, ff_now() as now
+select f.partition_key, f.flow_id, f.public_flow_state, f.graph_revision, f.node_count, f.ended_at, f.cancel_reason, f.cancellation_policy
   from flow f
  where f.partition_key = :partition_key and f.flow_id = :flow_id
    for update;

@@ -7,13 +7,17 @@ from uuid import UUID
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.model.flow import FlowState
+from flowfabric.model.states import TerminalOutcome
 
 SQL = statements_beside(__file__)
+
+UNHAPPY = frozenset({TerminalOutcome.FAILED, TerminalOutcome.CANCELLED, TerminalOutcome.EXPIRED})
+"""A flow has failed if a member has ended in one of these ways."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberChange:
-    """How many members of a flow more are live, and how many more have ended failed, cancelled or expired."""
+    """By how much the counts of a flow change: its live members, and those that have ended in an UNHAPPY way."""
 
     partition_key: int
     flow_id: UUID

@@ -9,7 +9,7 @@ from flowfabric.engine.core.quarantine import Quarantine, is_connection_fault
 from flowfabric.engine.core.stored import literal
 from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.flow.row import check_flow_id, lock_flow_if_exists
-from flowfabric.engine.flow.state import MemberChange, change_members
+from flowfabric.engine.flow.state import UNHAPPY, MemberChange, change_members
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome, EventFamily
@@ -25,7 +25,6 @@ MEMBER_LIMIT = 10_000
 MEMBER_MS = 2
 """A flow is projected again after at least so many milliseconds for each member: counting them takes time."""
 
-_UNHAPPY = [CompletionOutcome.FAILED, CompletionOutcome.CANCELLED, CompletionOutcome.EXPIRED]
 _COUNTS = (
     "completed",
     "failed",
@@ -112,7 +111,9 @@ class FlowSummaries:
         return projected
 
     async def _count(self, transaction: Transaction, flows: Sequence[FlowKey]) -> list[Record]:
-        return await transaction.fetch(SQL.count_members, **_keys(flows), unhappy=_UNHAPPY)
+        return await transaction.fetch(
+            SQL.count_members, **_keys(flows), unhappy=list(map(CompletionOutcome.of, UNHAPPY))
+        )
 
     async def _write(self, transaction: Transaction, counted: Sequence[Record]) -> tuple[int, bool]:
         """Correct the counts of flows, and store their summaries; return how many, and whether an event was written."""
