@@ -146,8 +146,7 @@ class SubmitFlow:
             return rows
 
         database = self._store.database
-        is_ours = False
-        while not is_ours:
+        while True:
             try:
                 work = await (database.transact(insert) if others else database.fetch(SQL.insert_flow, first))
                 if work[0]["is_new"]:
@@ -158,13 +157,14 @@ class SubmitFlow:
                 if draft.given_ids and not fault.is_store_failure:
                     await self._refuse_existing(draft)
                 raise error_of(fault, f"flow {draft.flow_id}") from fault
+            if found and not found[0]["is_ours"] and not is_minted:
+                return FlowAlreadySatisfied(flow_id=draft.flow_id)
             if found:
-                # An earlier try may have created it.
-                is_ours = found[0]["is_ours"] or is_minted
-                if not is_ours:
-                    return FlowAlreadySatisfied(flow_id=draft.flow_id)
-            elif (lane_no := work[0]["refusing_lane_no"]) is not None:
+                # An earlier try has created it.
+                break
+            if (lane_no := work[0]["refusing_lane_no"]) is not None:
                 raise self._refusal(draft, lane_no, work[0]["refusing_lane_state"])
+            # The flow was deleted in between.
         self._wake(draft, work)
         return FlowSubmitted(
             flow_id=draft.flow_id,
