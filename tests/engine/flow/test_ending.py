@@ -78,8 +78,11 @@ async def test_a_cancelled_flow_has_ended_when_its_members_have(engine: Engine, 
 async def test_wrong_arguments_and_absent_flows_are_refused(engine: Engine, flow: BuiltFlow, rows: Rows) -> None:
     await flow.member()
     async with rows.unchanged():
-        await refused(engine.wait_for_flow(str(uuid4())), "flow_not_found")
-        await refused(engine.wait_for_flow("nonsense"), "invalid_input")
+        for absent in (uuid4(), str(uuid4())):
+            await refused(engine.wait_for_flow(absent), "flow_not_found", str(absent))
+        malformed: list[Any] = ["nonsense", "", 5, None, str(flow.flow_id)[:-1]]
+        for flow_id in malformed:
+            await refused(engine.wait_for_flow(flow_id), "invalid_input", "flow_id: must be a UUID")
         wrong: list[Any] = [-1, 1.5, "1", True]
         for timeout_ms in wrong:
             await refused(engine.wait_for_flow(flow.flow_id, timeout_ms), "invalid_input")

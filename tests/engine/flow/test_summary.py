@@ -1,7 +1,7 @@
 """Summaries of flows: the counts, the states derived from them, the sweep, and counts that it corrects."""
 
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
@@ -148,11 +148,25 @@ async def test_skipped_members_do_not_make_a_flow_failed(
 async def test_a_flow_without_members_has_no_summary(engine: Engine, flow: BuiltFlow, rows: Rows) -> None:
     async with rows.unchanged():
         assert await engine.project_flow_summary(flow.flow_id) is False
-        assert await engine.project_flow_summary(str(uuid4())) is False
         assert await engine.read_flow_summary(flow.flow_id) is None
-        assert await engine.read_flow_summary(str(uuid4())) is None
+        for absent in (uuid4(), str(uuid4())):
+            assert await engine.project_flow_summary(absent) is False
+            assert await engine.read_flow_summary(absent) is None
+
+
+async def test_a_flow_is_given_as_a_uuid_or_as_text(engine: Engine, flow: BuiltFlow, rows: Rows) -> None:
+    await flow.member()
+    flow_id = UUID(int=flow.flow_id.int)
+    assert await engine.project_flow_summary(str(flow_id)) is True
+    found = await engine.read_flow_summary(flow_id)
+    assert found is not None
+    malformed: list[Any] = ["nonsense", "", 5, None, str(flow_id)[:-1]]
+    async with rows.unchanged():
+        assert await engine.project_flow_summary(flow_id) is True
+        assert await engine.read_flow_summary(str(flow_id).upper()) == found
         for call in (engine.project_flow_summary, engine.read_flow_summary):
-            await refused(call("nonsense"), "invalid_input")
+            for wrong in malformed:
+                await refused(call(wrong), "invalid_input", "flow_id: must be a UUID")
 
 
 async def test_the_sweep_projects_each_live_flow_once_in_an_interval(

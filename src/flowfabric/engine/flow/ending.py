@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from uuid import UUID
 
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.waits import SharedWaits
@@ -26,7 +27,7 @@ class FlowEndings(SharedWaits[FlowId, FlowEnded]):
         super().__init__(store.wakeups, operation="wait_for_flow")
         self._store = store
 
-    async def wait_for_flow(self, flow_id: FlowId | str, timeout_ms: int | None = None) -> FlowEnded | None:
+    async def wait_for_flow(self, flow_id: UUID | str, timeout_ms: int | None = None) -> FlowEnded | None:
         """Wait until every member of a flow has ended; return None if the time is over before.
 
         An open flow without members has not ended. A flow that has ended lives again if a member is added or replayed.

@@ -14,7 +14,7 @@ from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome, EventFamily
 from flowfabric.model.flow import FlowState, FlowSummary
-from flowfabric.model.ids import FlowId, format_execution_id
+from flowfabric.model.ids import format_execution_id
 
 SQL = statements_beside(__file__)
 
@@ -51,7 +51,7 @@ class FlowSummaries:
         self._quarantine = quarantine
         self._interval_ms = interval_ms
 
-    async def project_flow_summary(self, flow_id: FlowId | str) -> bool:
+    async def project_flow_summary(self, flow_id: UUID | str) -> bool:
         """Count the members of a flow by their state and store the summary; return False if it has no members.
 
         The counts that the state of the flow is derived from are corrected if an older version of this software has
@@ -70,7 +70,7 @@ class FlowSummaries:
         self._after_commit(has_changed=has_changed)
         return projected > 0
 
-    async def read_flow_summary(self, flow_id: FlowId | str) -> FlowSummary | None:
+    async def read_flow_summary(self, flow_id: UUID | str) -> FlowSummary | None:
         """The summary of a flow as last projected; None if it never was."""
         partition, parsed = check_flow_id(self._store, flow_id)
         rows = await self._store.fetch(SQL.read_summary_of_flow, partition_key=partition, flow_id=parsed)
