@@ -62,11 +62,15 @@ class Cascade:
         """
         check_range(event_id, "event_id", 0, 2**63 - 1)
         rows = await self._store.fetch(SQL.read_entry, event_id=event_id)
-        resolved = 0
-        is_cut = bool(rows)
-        while is_cut:
-            done, _, is_cut = await self._settle([CascadeKey(row["partition_key"], event_id) for row in rows])
-            resolved += done.resolved
+        keys = [CascadeKey(row["partition_key"], event_id) for row in rows]
+        resolved, before = 0, -1
+        # Edges whose children were locked are tried again, until all edges of a round are locked.
+        while keys and resolved > before:
+            before, is_cut = resolved, True
+            while is_cut:
+                done, left, is_cut = await self._settle(keys)
+                resolved += done.resolved
+            keys = left
         return CascadeResult(resolved=resolved)
 
     async def settle_flow(self, partition_key: int, flow_id: FlowId) -> None:
