@@ -1,10 +1,15 @@
-"""Flows to submit: nodes and edges with defaults."""
+"""Flows to submit: nodes and edges with defaults, and other sessions that a submission waits for."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import UUID
 
+import asyncpg
+
+from fixtures import Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.flow import FlowEdge, FlowNode, FlowSubmitted
+from flowfabric.model.ids import FlowId, Partitions, flow_partition
 
 
 def node(name: str, **overrides: Any) -> FlowNode:
@@ -50,3 +55,19 @@ async def submitted(engine: Engine, *args: Any, **overrides: Any) -> FlowSubmitt
 def names_of(answer: FlowSubmitted) -> Mapping[str, str]:
     """The names of the nodes by the ids of their executions."""
     return {execution_id: name for name, execution_id in answer.execution_ids.items()}
+
+
+async def begin(connection: asyncpg.Connection, flow_id: UUID) -> None:
+    """Insert a flow within a transaction that has not ended, as another session that is submitting it."""
+    await connection.execute(
+        """insert into flow (partition_key, flow_id, namespace_no, flow_kind, created_at, last_mutation_at)
+           values ($1, $2, 1, 'dag', 1, 1)""",
+        flow_partition(FlowId(flow_id), Partitions().flow),
+        flow_id,
+    )
+
+
+async def is_awaited(rows: Rows, holder: asyncpg.Connection) -> bool:
+    """Whether a session waits for a lock of this one."""
+    query = "select exists (select from pg_stat_activity where $1 = any(pg_blocking_pids(pid)))"
+    return bool(await rows._connection.fetchval(query, holder.get_server_pid()))

@@ -17,10 +17,10 @@ from flowfabric.engine.flow import submit
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import ContentionError, TransportError
 from flowfabric.model.flow import FlowAlreadySatisfied, FlowSubmitted
-from flowfabric.model.ids import FlowId, Partitions, flow_partition, mint_for_flow
+from flowfabric.model.ids import ExecutionId, FlowId, Partitions, mint_for_flow, split_execution_id
 from flowfabric.settings import Settings
 
-from .submitting import flow, node, nodes, submitted
+from .submitting import begin, flow, is_awaited, node, nodes, submitted
 
 pytestmark = pytest.mark.usefixtures("consistent_rows")
 
@@ -30,6 +30,12 @@ DIAMOND = {
     "nodes": [node("a", tags={"ff.instance_id": "one"}), *nodes("b c d")],
 }
 STORED = {"flow": 1, "flow_tag": 1, "execution": 4, "ready": 1, "edge": 4, "edge_group": 3, "listed": 3}
+
+
+@pytest.fixture(params=[1_000, 2], ids=["one part", "two parts"])
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submit a diamond by one statement, or in a transaction by a statement for each part of it."""
+    monkeypatch.setattr(submit, "ROWS_PER_STATEMENT", request.param)
 
 
 async def stored(rows: Rows) -> dict[str, int]:
@@ -73,22 +79,21 @@ async def test_one_of_several_concurrent_submissions_of_a_flow_creates_it(engine
     assert await stored(rows) == times(count)
 
 
-async def begin(connection: asyncpg.Connection, flow_id: Any) -> None:
-    """Insert a flow within a transaction that has not ended, as another session that is submitting it."""
+async def insert_member(connection: asyncpg.Connection, execution_id: ExecutionId) -> None:
+    """Insert an execution within a transaction that has not ended, as another session that is creating it."""
     await connection.execute(
-        """insert into flow (partition_key, flow_id, namespace_no, flow_kind, created_at, last_mutation_at)
-           values ($1, $2, 1, 'dag', 1, 1)""",
-        flow_partition(flow_id, Partitions().flow),
-        flow_id,
+        """insert into execution (partition_key, execution_id, place, queue_no, namespace_no, lane_no, created_at,
+                                  lifecycle_phase, eligibility_state, blocking_reason, attempt_state,
+                                  last_transition_at, creator_identity)
+           values ($1, $2, 1, 1, 1, 1, 1, 'runnable', 'eligible_now', 'waiting_for_worker', 'pending_first_attempt',
+                   1, 'test')""",
+        *split_execution_id(execution_id),
     )
 
 
 async def test_a_submission_waits_for_another_of_the_same_flow(
     engine: Engine, connection: asyncpg.Connection, rows: Rows, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def is_waiting() -> bool:
-        return bool(await rows._connection.fetchval("select exists (select from pg_locks where not granted)"))
-
     await submitted(engine, **DIAMOND)
     for ends in ("commit", "rollback"):
         flow_id = uuid4()
@@ -96,7 +101,7 @@ async def test_a_submission_waits_for_another_of_the_same_flow(
         await transaction.start()
         await begin(connection, flow_id)
         waiting = asyncio.create_task(engine.submit_flow(**DIAMOND, flow_id=flow_id))
-        await eventually(is_waiting)
+        await eventually(lambda: is_awaited(rows, connection))
         await getattr(transaction, ends)()
         answer = await waiting
         assert type(answer) is (FlowAlreadySatisfied if ends == "commit" else FlowSubmitted)
@@ -108,25 +113,40 @@ async def test_a_submission_waits_for_another_of_the_same_flow(
             await engine.submit_flow(**DIAMOND, flow_id=flow_id)
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 async def test_no_claim_and_no_reader_sees_a_part_of_a_flow(
-    engines: Engines, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    engines: Engines,
+    connection: asyncpg.Connection,
+    rows: Rows,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(submit, "ROWS_PER_STATEMENT", 5)
+    monkeypatch.setattr(submit, "LOCK_TIMEOUT", "100s")
     engine, worker = await engines(), await engines()
-    count = 300
-    pairs = " ".join(f"n{at}>end" for at in range(count))
-    submitting = asyncio.create_task(submitted(engine, " ".join(f"n{at}" for at in range(count)) + " end", pairs))
-    seen: Counter[tuple[int, int, int]] = Counter()
-    claimed: list[int] = []
-    while not claimed:
-        query = "select (select count(*) from flow), (select count(*) from execution), (select count(*) from edge)"
-        seen[tuple(await connection.fetchrow(query))] += 1
-        runs = await worker.claim_many(lanes=("default",), worker_id="w", worker_instance_id="w-1", limit=500)
-        claimed += [len(runs)] if runs else []
-    assert claimed == [count]
+    flow_id, count = FlowId(uuid4()), 300
+    names = [f"n{at}" for at in range(count)]
+    last_id = mint_for_flow(flow_id, Partitions())
+
+    async def seen() -> tuple[int, int, int]:
+        flows, members, edges = [len(await rows.of(table)) for table in ("flow", "execution", "edge")]
+        return flows, members, edges
+
+    async def claimed() -> int:
+        return len(await worker.claim_many(lanes=("default",), worker_id="w", worker_instance_id="w-1", limit=500))
+
+    transaction = connection.transaction()
+    await transaction.start()
+    await insert_member(connection, last_id)
+    pairs = " ".join(f"{name}>end" for name in names)
+    members = [*nodes(" ".join(names)), node("end", execution_id=last_id)]
+    submitting = asyncio.create_task(submitted(engine, members, pairs, flow_id=flow_id))
+    # The last part waits for the other session, and all others are inserted.
+    await eventually(lambda: is_awaited(rows, connection))
+    assert (await seen(), await claimed()) == ((0, 0, 0), 0)
+    await transaction.rollback()
     assert len((await submitting).edge_ids) == count
-    assert seen.keys() <= {(0, 0, 0), (1, count + 1, count)}
-    assert seen[0, 0, 0] > 1
+    assert (await seen(), await claimed()) == ((1, count + 1, count), count)
 
 
 @pytest.mark.usefixtures("hints_only")
@@ -146,6 +166,7 @@ async def test_a_claim_that_waits_is_woken(engines: Engines, eventually: Eventua
         assert run.execution_id == answer.execution_ids["a"]
 
 
+@pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("ids", ["with an id", "without an id"])
 async def test_a_submission_whose_connection_is_cut_is_repeated_and_carried_out_once(
     url: str, rows: Rows, monkeypatch: pytest.MonkeyPatch, ids: str
@@ -180,8 +201,14 @@ async def test_a_submission_whose_connection_is_cut_is_repeated_and_carried_out_
                     assert {row["edge_id"] for row in edges} == set(answer.edge_ids)
 
 
+async def hints_sent(engine: Engine, eventually: Eventually) -> None:
+    """Wait until an engine has sent its hints, so that the next messages are those of the next call."""
+    hints = parts_of(engine).wakeups.hints
+    await eventually(lambda: hints._sender is None or hints._sender.done())
+
+
 async def test_a_retry_takes_a_flow_for_another_if_the_caller_has_given_all_ids(
-    url: str, rows: Rows, monkeypatch: pytest.MonkeyPatch
+    url: str, rows: Rows, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def arguments() -> dict[str, Any]:
         flow_id = FlowId(uuid4())
@@ -193,6 +220,7 @@ async def test_a_retry_takes_a_flow_for_another_if_the_caller_has_given_all_ids(
         count, answer = 0, None
         while not isinstance(answer, FlowAlreadySatisfied):
             count += 1
+            await hints_sent(engine, eventually)
             proxy.arm(Fault(action=Action.CUT_BEFORE, side=Side.SERVER, nth=count))
             answer = await engine.submit_flow(**arguments())
             proxy.arm(None)
@@ -200,32 +228,44 @@ async def test_a_retry_takes_a_flow_for_another_if_the_caller_has_given_all_ids(
         assert await stored(rows) == dict.fromkeys(TABLES, 0) | dict.fromkeys(("flow", "execution", "ready"), count)
 
 
-async def test_without_patience_a_lost_answer_is_reported_and_a_repeat_finds_the_flow(url: str, rows: Rows) -> None:
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("side", Side)
+async def test_without_patience_a_lost_answer_is_reported_and_a_repeat_finds_the_flow(
+    url: str, rows: Rows, eventually: Eventually, side: Side
+) -> None:
     settings: dict[str, Any] = {"database_pool_size": 1, "listen": False, "submit_patience_ms": 0}
     async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url, **settings)) as engine:
         for _ in range(2):
             proxy.arm(None)
             await engine.submit_flow(**DIAMOND, flow_id=uuid4())
         repeated: Counter[type] = Counter()
-        count = 2
-        for nth in range(1, proxy.counted(Side.SERVER) + 1):
-            flow_id, count = uuid4(), count + 1
-            proxy.arm(Fault(action=Action.CUT_BEFORE, side=Side.SERVER, nth=nth))
-            fault: TransportError | None = None
+        faults = [
+            Fault(action=action, side=side, nth=nth)
+            for nth in range(1, proxy.counted(side) + 1)
+            for action in (Action.CUT_BEFORE, Action.CUT_AFTER)
+        ]
+        for count, fault in enumerate(faults, 3):
+            flow_id = uuid4()
+            await hints_sent(engine, eventually)
+            proxy.arm(fault)
+            lost: TransportError | None = None
             try:
                 await engine.submit_flow(**DIAMOND, flow_id=flow_id)
-            except TransportError as lost:
-                fault = lost
+            except TransportError as error:
+                lost = error
             proxy.arm(None)
             await proxy.settled()
-            if fault is not None:
-                is_stored = bool(await rows.of("flow", flow_id=flow_id))
-                assert fault.outcome_unknown or not is_stored
-                again = await engine.submit_flow(**DIAMOND, flow_id=flow_id)
-                assert type(again) is (FlowAlreadySatisfied if is_stored else FlowSubmitted)
-                repeated[type(again)] += 1
-            assert await stored(rows) == times(count)
-        assert repeated.keys() == {FlowAlreadySatisfied, FlowSubmitted}
+            again = await engine.submit_flow(**DIAMOND, flow_id=flow_id)
+            if lost is None:
+                assert isinstance(again, FlowAlreadySatisfied), fault
+            elif not lost.outcome_unknown:
+                assert isinstance(again, FlowSubmitted), fault
+            repeated[type(again)] += lost is not None
+            assert await stored(rows) == times(count), fault
+        if side is Side.SERVER:
+            # The server answers once it has committed.
+            assert repeated[FlowAlreadySatisfied] > 0
+            assert repeated[FlowSubmitted] > 0
 
 
 async def test_a_retry_waits_until_the_session_of_its_first_try_has_ended(
