@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
 from engine.flow.submitting import submitted
 from engine.grants import claim_granted, claim_resumed, issue_grant
@@ -50,6 +51,20 @@ class DrivenFlow:
     def edge(self, pair: str) -> EdgeId:
         """The id of the edge that was written like this."""
         return self.answer.edge_ids[self.pairs.split().index(pair)]
+
+    async def connect(self, pair: str) -> None:
+        """Stage and apply an edge written as `a>b`."""
+        found = await self.engine.describe_flow(self.flow_id)
+        assert found is not None
+        upstream, downstream = pair.split(">")
+        ends: dict[str, Any] = {
+            "edge_id": uuid4(),
+            "upstream_execution_id": self.id(upstream),
+            "downstream_execution_id": self.id(downstream),
+        }
+        revision = found.graph_revision
+        staged = await self.engine.stage_dependency_edge(self.flow_id, **ends, expected_graph_revision=revision)
+        await self.engine.apply_dependency_to_child(self.flow_id, **ends, graph_revision=staged.new_graph_revision)
 
     async def claim(self, name: str) -> Handle:
         """Claim the execution of a node, which must be claimable."""

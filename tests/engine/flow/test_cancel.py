@@ -8,6 +8,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from engine.event.following import take
 from engine.state import ACTIVE, CANCELLED, refused, vector
 from engine.waits import suspend_args
 from fixtures import Eventually, Given, Rows, uuid_of
@@ -300,3 +301,19 @@ async def test_the_operator_feed_reports_the_cancellation_once(flows: NewFlow, e
     assert found[0].details == {**details, "member_count": 2}
     assert found[1].details == {"flow_id": str(flow.flow_id), "from": "open", "to": "cancelled"}
     await cancel_owed(engine, flow, (await flow.cancel_header()).member_execution_ids)
+
+
+async def test_the_operator_feed_reports_that_a_flow_that_ends_was_cancelled(
+    flows: NewFlow, engine: Engine, given: Given
+) -> None:
+    for is_cancelled in (False, True):
+        flow = await flows()
+        handle = await flow.member(given.claimed)
+        if is_cancelled:
+            await flow.cancel("flow_only")
+        async with engine.subscribe_operator_events() as events:
+            await engine.complete(handle)
+            (found,) = await take(events, 1)
+        assert (found.event_type, found.execution_id) == ("flow_state_changed", str(flow.flow_id))
+        change = {"flow_id": str(flow.flow_id), "from": "open", "to": "completed"}
+        assert found.details == change | ({"public_flow_state": "cancelled"} if is_cancelled else {})

@@ -7,7 +7,7 @@ import pytest
 
 from engine.flow.driving import DrivenFlow
 from engine.flow.submitting import edges, node
-from engine.state import refused, vector
+from engine.state import DELAYED, WAITING, claim, refused, vector
 from engine.stream.writing import append
 from engine.waits import suspend_args
 from fixtures import Clock, Engines, Rows, uuid_of
@@ -81,21 +81,7 @@ async def test_a_child_that_runs_is_skipped_with_its_attempt_its_lease_and_its_s
     flow = await DrivenFlow.submit(engine, rows, "a b", "")
     handle = await flow.claim("b")
     await append(engine, handle)
-    edge = "11111111-2222-3333-4444-555555555555"
-    await engine.stage_dependency_edge(
-        flow.flow_id,
-        edge_id=edge,
-        upstream_execution_id=flow.id("a"),
-        downstream_execution_id=flow.id("b"),
-        expected_graph_revision=flow.answer.graph_revision,
-    )
-    await engine.apply_dependency_to_child(
-        flow.flow_id,
-        edge_id=edge,
-        downstream_execution_id=flow.id("b"),
-        upstream_execution_id=flow.id("a"),
-        graph_revision=flow.answer.graph_revision + 1,
-    )
+    await flow.connect("a>b")
     assert (await flow.states())["b"] == "active"
     await flow.fail("a")
     assert vector(await flow.row("b")) == "terminal/unowned/not_applicable/none/skipped/attempt_terminal/skipped"
@@ -114,21 +100,7 @@ async def test_a_suspended_child_is_skipped_with_its_waitpoints(engine: Engine, 
     flow = await DrivenFlow.submit(engine, rows, "a b", "")
     handle = await flow.claim("b")
     await engine.suspend(handle, suspend_args())
-    edge = "11111111-2222-3333-4444-555555555555"
-    await engine.stage_dependency_edge(
-        flow.flow_id,
-        edge_id=edge,
-        upstream_execution_id=flow.id("a"),
-        downstream_execution_id=flow.id("b"),
-        expected_graph_revision=flow.answer.graph_revision,
-    )
-    await engine.apply_dependency_to_child(
-        flow.flow_id,
-        edge_id=edge,
-        downstream_execution_id=flow.id("b"),
-        upstream_execution_id=flow.id("a"),
-        graph_revision=flow.answer.graph_revision + 1,
-    )
+    await flow.connect("a>b")
     await flow.fail("a")
     assert (await flow.states())["b"] == "skipped"
     (suspension,) = await rows.of("suspension", execution_id=uuid_of(flow.id("b")))
@@ -137,16 +109,36 @@ async def test_a_suspended_child_is_skipped_with_its_waitpoints(engine: Engine, 
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_promoted_child_keeps_its_delay(engine: Engine, rows: Rows, clock: Clock) -> None:
-    nodes = [node("a"), node("b", delay_ms=60_000)]
+async def test_a_promoted_child_keeps_a_delay_that_has_not_passed(engine: Engine, rows: Rows, clock: Clock) -> None:
+    until = await clock.now() + 60_000
+    nodes = [node("a"), node("b", delay_until=until)]
     flow = await DrivenFlow.submit(engine, rows, nodes, edges("a>b"))
+    await clock.advance(ms=59_999)
     await flow.succeed("a")
-    assert (await flow.states())["b"] == "delayed"
-    assert list(await rows.timers(flow.id("b"))) == ["delay"]
-    await clock.advance(ms=60_001)
+    row = await flow.row("b")
+    assert (vector(row), row["delay_until"]) == (DELAYED, until)
+    assert row["blocking_detail"] == f"delayed until {until}"
+    assert await rows.timers(flow.id("b")) == {"delay": until}
+    assert await rows.of("ready", execution_id=uuid_of(flow.id("b"))) == []
+    await clock.advance(ms=1)
     await Reconciler(engine).catch_up()
     assert (await flow.states())["b"] == "waiting"
     assert await engine.find_inconsistencies() == []
+
+
+@pytest.mark.parametrize("since_ms", [0, 1, 3_600_000])
+async def test_a_promoted_child_whose_delay_has_passed_can_be_claimed_at_once(
+    engine: Engine, rows: Rows, clock: Clock, since_ms: int
+) -> None:
+    nodes = [node("a"), node("b", delay_ms=60_000)]
+    flow = await DrivenFlow.submit(engine, rows, nodes, edges("a>b"))
+    await clock.advance(ms=60_000 + since_ms)
+    await flow.succeed("a")
+    row = await flow.row("b")
+    assert (vector(row), row["delay_until"], row["blocking_detail"]) == (WAITING, None, None)
+    assert await rows.timers(flow.id("b")) == {}
+    assert await engine.find_inconsistencies() == []
+    assert [run.execution_id for run in await claim(engine)] == [flow.id("b")]
 
 
 async def test_edges_of_one_end_are_settled_in_groups_and_the_entry_goes_with_the_last(
