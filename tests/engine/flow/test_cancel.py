@@ -122,7 +122,7 @@ async def test_a_flow_that_owes_nothing_is_cancelled_at_once(
 async def test_a_repeated_cancel_returns_at_most_a_thousand_members(
     flows: NewFlow, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cancel, "REPLAYED_MEMBERS", 2)
+    monkeypatch.setattr(cancel, "REPEATED_CALL_MEMBERS", 2)
     flow = await flows()
     members = await flow.members(3)
     assert (await flow.cancel(wait=WaitIndefinite())).member_execution_ids == members

@@ -1,6 +1,6 @@
--- fragment: lets_go
--- Whether a flow lets its ended member h go: no member is live, no end is queued for the cascade, no cancellation is owed, and the
--- retention of h after the end of the flow is over. The offsets keep the planner from joining whole tables.
+-- fragment: is_past_retention
+-- Whether the ended member h of the flow f may be deleted: no member is live, no end is queued for the cascade, no cancellation is owed,
+-- and the retention of h after the end of the flow is over. The offsets keep the planner from joining whole tables.
 f.live_count <= 0 and f.ended_at + h.retention_ms <= (select now from clock)
 and not exists (select from cancel_backlog o where o.partition_key = f.partition_key and o.flow_id = f.flow_id offset 0)
 and not exists (select from pending_cancel_group o where o.partition_key = f.partition_key and o.flow_id = f.flow_id offset 0)
@@ -9,9 +9,8 @@ and not exists (select from pending_cancel_group o where o.partition_key = f.par
 -- Deletes ended executions past their retention and all their rows, the oldest after :since first, up to :until or now: only those in
 -- :only unless that is null, none of :skipped, and as many as have :frames frames with :bytes bytes together. One with more than that is
 -- left: its frames are hidden, and its streams are due for the sweep that deletes hidden frames. One whose frames are hidden already
--- is left until they are deleted, and one with a locked stream is left too. A member that its flow keeps is held: it gets an entry that is
--- due when its retention after the end of the flow is over, or after :recheck_ms if the flow has not ended or that time has passed. The
--- retention of a member is its own one or :retention_ms. Returns how many were deleted and held, how many streams and rows of retained
+-- is left until they are deleted, and one with a locked stream is left too. A member that its flow keeps is held until it is due again. The
+-- retention of an execution is its own one or :retention_ms. Returns how many were deleted and held, how many streams and rows of retained
 -- were changed, whether some were left because of their streams (has_more), and otherwise the time up to which none is left except locked
 -- and skipped ones.
 -- Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
@@ -45,14 +44,14 @@ member as materialized (
             for update skip locked) h on true
     -- The flow of a member is locked, or the member is held. Skipped entirely for an execution outside of flows.
     left join lateral (
-         select true as lets_go from flow f
+         select true as is_past_retention from flow f
           where h.flow_id is not null and f.partition_key = any(array[b.partition_key]) and f.flow_id = h.flow_id
             and
-            -- include: lets_go
+            -- include: is_past_retention
             for share skip locked) s on true
     left join lateral (
          select true as is_held, case when f.live_count <= 0 then f.ended_at + h.retention_ms end as due_at from flow f
-          where h.flow_id is not null and s.lets_go is null and f.partition_key = any(array[b.partition_key]) and f.flow_id = h.flow_id
+          where h.flow_id is not null and s.is_past_retention is null and f.partition_key = any(array[b.partition_key]) and f.flow_id = h.flow_id
           limit 1) w on true
 ),
 -- Those with streams, which are locked before anything of them is deleted, as the sweep of streams does. The number of the oldest
@@ -116,9 +115,11 @@ left_over as (
    where r.ctid = k.batch_tid and cardinality(k.execution_ids) < cardinality(r.execution_ids)
   returning 1
 ),
+-- Due again when the retention after the end of the flow is over, or after :recheck_ms if the flow has not ended or that time has passed.
 held as (
   insert into retained (retain_until, ended_at, partition_key, execution_ids, queue_no, queue_nos, terminal_outcome)
-  select greatest(m.retain_until, case when m.due_at > c.now then m.due_at else c.now + :recheck_ms::bigint end), m.ended_at, m.partition_key, array_agg(m.execution_id),
+  select greatest(m.retain_until, case when m.due_at > c.now then m.due_at else c.now + :recheck_ms::bigint end), m.ended_at,
+         m.partition_key, array_agg(m.execution_id),
          case when min(m.queue_no) = max(m.queue_no) then min(m.queue_no) end,
          case when min(m.queue_no) < max(m.queue_no) then array_agg(m.queue_no) end, m.terminal_outcome
     from clock c cross join member m
@@ -232,7 +233,7 @@ select r.retain_until, r.partition_key, m.execution_id
          select from flow f
           where f.partition_key = h.partition_key and f.flow_id = h.flow_id
             and not (
-            -- include: lets_go
+            -- include: is_past_retention
             )
          offset 0))
  limit :limit;

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 MEMBER_CHUNK = 1000
 """How many members one statement of the header locks or holds back."""
 MAX_MEMBERS = 2**31 - 1
-REPLAYED_MEMBERS = 1000
+REPEATED_CALL_MEMBERS = 1000
 """How many members a repeated `cancel_flow` returns at most."""
 MAX_WAIT_MS = 300_000
 POLL_SECONDS = 0.1
@@ -119,8 +119,8 @@ class FlowCancel:
         policy = parse_cancellation_policy(cancellation_policy)
         seconds = _wait_seconds(wait)
         began = time.monotonic()
-        with self._until_started():
-            header = await self._cancel_header(flow_id, reason, policy, grace_ms, replayed_members=REPLAYED_MEMBERS)
+        with self._counted_as_starting():
+            header = await self._cancel_header(flow_id, reason, policy, grace_ms, member_limit=REPEATED_CALL_MEMBERS)
             partition, parsed = check_flow_id(self._store, flow_id)
             dispatch = self._start_dispatch(partition, parsed, header.owed, reason) if header.owed else None
         if not header.is_new:
@@ -160,7 +160,7 @@ class FlowCancel:
         await asyncio.gather(*left, return_exceptions=True)
 
     @contextlib.contextmanager
-    def _until_started(self) -> Iterator[None]:
+    def _counted_as_starting(self) -> Iterator[None]:
         """Let `drain` wait for the block, which starts the dispatch of a flow that it cancels."""
         started = asyncio.get_running_loop().create_future()
         self._starting.add(started)
@@ -177,7 +177,7 @@ class FlowCancel:
         policy: CancellationPolicy,
         grace_ms: int | None,
         *,
-        replayed_members: int = MAX_MEMBERS,
+        member_limit: int = MAX_MEMBERS,
     ) -> _Header:
         partition, parsed = check_flow_id(self._store, flow_id)
         reason = check_text(reason, "reason")
@@ -186,7 +186,7 @@ class FlowCancel:
         async def cancel(transaction: Transaction) -> _Header:
             locked = await lock_flow(transaction, partition, parsed)
             if locked.is_closed:
-                return await _stored(transaction, locked, replayed_members)
+                return await _stored(transaction, locked, member_limit)
             rows = await transaction.fetch(SQL.list_members, flow_id=parsed, limit=MAX_MEMBERS)
             covered = [row["execution_id"] for row in rows if covers(policy, row["lifecycle_phase"])]
             owed: list[ExecutionId] = []

@@ -1,8 +1,8 @@
 -- name: take_flows
--- Looks at up to :limit flows that retention has to look at, except locked ones. Flows without members that ended and whose graph was last
--- changed at least :retention_ms ago are deleted, with up to :rows edges and as many groups; as long as there are more of these, only they are deleted. Any
--- other flow is due again when that time is over, or after :recheck_ms if it is already. Returns how many flows were deleted and looked at,
--- and whether edges or groups are left (has_more).
+-- Deletes flows without members, among up to :limit that are due and not locked: those that ended, and whose graph was last changed, at
+-- least :retention_ms ago. Up to :rows edges and as many groups go first; the flows themselves go when none are left. Any other due flow
+-- is due again when its retention is over, or after :recheck_ms. Returns how many flows were deleted and looked at, and whether edges or
+-- groups are left (has_more).
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select f.ctid as tid, f.partition_key, f.flow_id, f.live_count, greatest(f.last_mutation_at, f.ended_at) as changed_at, c.now

@@ -32,7 +32,7 @@ ROWS_PER_STATEMENT = 1_000
 BYTES_PER_STATEMENT = 8 * 2**20
 """How many bytes of inputs one statement inserts, if it inserts several."""
 LOCK_TIMEOUT = "5s"
-"""How long a submission waits for another one of the same flow."""
+"""How long each try of a submission waits for another one of the same flow."""
 
 _EMPTY = slice(0, 0)
 
