@@ -244,6 +244,40 @@ async def test_a_limit_takes_the_upstream_executions_of_a_flow_first(
 
 
 @pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        (["failed"], "waiting_children"),
+        (["success"], "waiting_children"),
+        (["success", "success"], "waiting"),
+    ],
+)
+async def test_a_quorum_of_more_than_its_edges_stops_no_other(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, outcomes: list[str], expected: str
+) -> None:
+    flow = await BuiltFlow.create(given, rows)
+    first, second, child = await flow.members(3)
+    await flow.policy(child, {"kind": "quorum", "k": 3, "on_satisfied": "let_run"})
+    partition = (await flow.row())["partition_key"]
+    for upstream in (first, second):
+        await flow.connect(upstream, child)
+    for outcome in outcomes:
+        (run,) = await claim(engine, limit=1)
+        if outcome == "success":
+            await engine.complete(run.handle, b"1")
+        else:
+            await engine.fail(run.handle, reason="no luck", classification="permanent")
+        await parts_of(engine).cascade.settle_flow(partition, flow.flow_id)
+    assert await engine.read_execution_state(child) is PublicState.SKIPPED
+    others = [await given.failed(lane_id="others") for _ in range(3)]
+    matched = 3 + 1 + outcomes.count("failed")
+    assert await engine.replay_matching(namespace="tests") == result(matched, matched)
+    assert await engine.read_execution_state(child) is PublicState(expected)
+    assert {await engine.read_execution_state(each) for each in others} == {PublicState.WAITING}
+    assert await engine.find_inconsistencies() == []
+    assert await miscounts(engine, connection) == []
+
+
+@pytest.mark.parametrize(
     ("name", "broken"),
     [
         ("cancel_matching", "lifecycle_phase = 'terminal' and replay_count > 0"),

@@ -278,7 +278,7 @@ class GraphModel:
         waits, succeeded = False, list[Edge]()
         if group is not None and (group.state == "impossible" or was == "skipped"):
             succeeded = self._reset(number, group)
-            waits = group.applied > group.succeeded
+            waits = group.staged > group.succeeded
         elif group is not None and group.state == "pending":
             # Once a member waits for an applied edge, its staged ones count too.
             waits = group.staged > group.resolved
@@ -295,7 +295,10 @@ class GraphModel:
         return member.public
 
     def _reset(self, number: int, group: Group) -> list[Edge]:
-        """Make the impossible edges of a group unsatisfied; return those whose upstream has succeeded since."""
+        """Make the impossible edges of a group unsatisfied; return those whose upstream has succeeded since.
+
+        There are none of these if more successes are needed than there are edges: the next result skips the member.
+        """
         reset = sorted(
             (edge for edge in self.edges if edge.down == number and edge.state == "impossible"),
             key=lambda edge: edge.key,
@@ -304,7 +307,8 @@ class GraphModel:
             edge.state = "unsatisfied"
         group.state, group.failed, group.skipped = "pending", 0, 0
         group.is_flagged, group.siblings, group.reason = False, set(), None
-        return [edge for edge in reset if self.members[edge.up].outcome == "success"]
+        is_too_small = group.needed > group.staged
+        return [edge for edge in reset if self.members[edge.up].outcome == "success" and not is_too_small]
 
     def _count(self, *, live: int, unhappy: int = 0, now_live: str = "open") -> None:
         self.live += live

@@ -46,6 +46,24 @@ class Flows:
         await self.given.claim(lane_id="waiting", lease_ttl_ms=10**7)
         return flow_id, first, child
 
+    async def promoted(self) -> Made:
+        """An execution that ended, and one that has waited for it and can be claimed."""
+        first = await self.given.created(lane_id="promoted", priority=1)
+        child = await self.given.created(lane_id="promoted")
+        flow_id = await flow_of(self.engine, [first, child], [(first, child)])
+        await self.engine.complete((await self.given.claim(lane_id="promoted")).handle)
+        await settle(self.engine, flow_id)
+        return flow_id, first, child
+
+    async def running(self) -> Made:
+        """An execution that ended, and one that has waited for it and is running."""
+        first, child = [await self.given.created(lane_id="running") for _ in range(2)]
+        flow_id = await flow_of(self.engine, [first, child], [(first, child)])
+        await self.engine.complete((await self.given.claim(lane_id="running")).handle)
+        await settle(self.engine, flow_id)
+        await self.given.claim(lane_id="running", lease_ttl_ms=10**7)
+        return flow_id, first, child
+
     async def queued(self) -> Made:
         """An execution whose end is queued, and one that waits for it."""
         first, child = [await self.given.created(lane_id="queued") for _ in range(2)]
@@ -78,6 +96,10 @@ BROKEN: dict[str, list[tuple[str, str]]] = {
     "eligibility_state: blocked_by_dependencies without a pending group": [
         ("waiting", "update edge_group set group_state = 'satisfied' where {mine}"),
         ("waiting", "delete from edge_group where {mine}"),
+    ],
+    "lifecycle_phase: not terminal though its group is impossible": [
+        (state, "update edge_group set group_state = 'impossible' where {mine}")
+        for state in ("waiting", "promoted", "running")
     ],
     "eligibility_state: blocked_by_dependencies though every edge is resolved": [
         ("waiting", "update edge set state = 'satisfied' where {mine}"),
@@ -197,7 +219,7 @@ async def test_every_corrupt_row_of_a_flow_is_found_and_no_sound_one(
     flows = Flows(engine, given)
     cases = [(state, command, problem) for problem, all_ in BROKEN.items() for state, command in all_]
     made = [(await flows.make(state), command, problem) for state, command, problem in cases]
-    sound = [await flows.make(state) for state in ("waiting", "queued", "ended", "cancelled")]
+    sound = [await flows.make(state) for state in ("waiting", "promoted", "running", "queued", "ended", "cancelled")]
     sound.append((await flow_of(engine), *sound[0][1:]))
     for size in (1, 10_000):
         monkeypatch.setattr(flow_consistency, "RANGE_SIZE", size)

@@ -269,7 +269,9 @@ class Replays:
         """Reset the dependencies of members that were impossible; refuse those that cannot be satisfied any more.
 
         A member that was cancelled before its dependencies became impossible is treated like a skipped one, as it would
-        run without them otherwise.
+        run without them otherwise. One with a quorum of more than all its edges waits as long as one of them is not
+        resolved, and is skipped by its next result. If all have succeeded, it runs, like a blocked member that has
+        nothing left to wait for.
         """
         for item in items:
             if item.ended["group_state"] == "pending":
@@ -288,9 +290,9 @@ class Replays:
             if not row["is_reset"]:
                 verdicts[item.execution_id] = _deleted_upstreams(item.execution_id, row)
                 continue
-            item.is_blocked = True
+            item.is_blocked = row["unresolved"] > 0
             item.succeeded = row["succeeded"] or ()
-            item.unsatisfied = row["unsatisfied"] - len(item.succeeded)
+            item.unsatisfied = row["unresolved"] - len(item.succeeded)
         return [item for item in items if item.execution_id not in verdicts]
 
     async def _take_ends(self, transaction: Transaction, items: Sequence[_Item]) -> None:

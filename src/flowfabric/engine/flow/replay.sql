@@ -52,24 +52,27 @@ select i.partition_key, i.flow_id
 -- name: reset_groups
 -- Makes the impossible edges that lead to members of locked flows unsatisfied again, and their groups pending, except edges from deleted
 -- executions and groups that cannot be satisfied without these. Returns for each member whether its group was reset, how many of its
--- edges are unsatisfied then, how many come from deleted executions and from which ones, and the edges that were reset whose upstream
--- execution has succeeded since and is not one of :replayed, which the caller resolves.
+-- edges are unresolved then, staged ones included, how many come from deleted executions and from which ones, and the edges that were
+-- reset whose upstream execution has succeeded since and is not one of :replayed, which the caller resolves. A quorum of more than all
+-- edges has none of these, as its next result makes it impossible again; its group may have no impossible edge at all.
 with clock as materialized (select ff_now() as now),
 impossible as materialized (
-  select x.partition_key, x.flow_id, x.downstream_id, x.edge_id, x.edge_no, x.upstream_id, u.terminal_outcome
+  select i.partition_key, i.flow_id, i.execution_id as downstream_id, x.edge_id, x.edge_no, x.upstream_id, u.terminal_outcome,
+         x.edge_id is not null and u.terminal_outcome is null as is_deleted
     from unnest(:partition_keys::smallint[], :flow_ids::uuid[], :execution_ids::uuid[]) as i(partition_key, flow_id, execution_id)
-   cross join lateral (
-         select x.partition_key, x.flow_id, x.downstream_id, x.edge_id, x.edge_no, x.upstream_id from edge x
+    left join lateral (
+         select x.partition_key, x.edge_id, x.edge_no, x.upstream_id from edge x
           where x.downstream_id = i.execution_id and x.partition_key is not distinct from i.partition_key
-            and x.flow_id is not distinct from i.flow_id and x.state::text = 'impossible' offset 0) x
+            and x.flow_id is not distinct from i.flow_id and x.state::text = 'impossible' offset 0) x on true
     left join lateral (
          select u.terminal_outcome from execution u
           where u.partition_key = x.partition_key and u.execution_id = x.upstream_id limit 1) u on true
 ),
 judged as materialized (
-  select d.*, g.applied_count - g.succeeded_count - d.deleted as unsatisfied, d.deleted <= g.staged_count - g.needed as is_reset
-    from (select x.partition_key, x.flow_id, x.downstream_id, count(*) filter (where x.terminal_outcome is null) as deleted,
-                 (array_agg(x.upstream_id order by x.edge_no) filter (where x.terminal_outcome is null))[1:3] as deleted_ids,
+  select d.*, g.staged_count - g.succeeded_count - d.deleted as unresolved, g.needed > g.staged_count as needs_more_edges,
+         d.deleted <= greatest(g.staged_count - g.needed, 0) as is_reset
+    from (select x.partition_key, x.flow_id, x.downstream_id, count(*) filter (where x.is_deleted) as deleted,
+                 (array_agg(x.upstream_id order by x.edge_no) filter (where x.is_deleted))[1:3] as deleted_ids,
                  array_agg(x.edge_id order by x.edge_no) filter (
                    where x.terminal_outcome = 'success' and x.upstream_id not in (select unnest(:replayed::uuid[]))) as succeeded
             from impossible x group by x.partition_key, x.flow_id, x.downstream_id) d
@@ -96,7 +99,9 @@ deleted_pending_groups as (
   delete from pending_cancel_group p using judged j
    where j.is_reset and p.partition_key = any(array[j.partition_key]) and p.flow_id = j.flow_id and p.downstream_id = j.downstream_id
 )
-select partition_key, downstream_id as execution_id, is_reset, unsatisfied, deleted, deleted_ids, succeeded from judged;
+select partition_key, downstream_id as execution_id, is_reset, unresolved, deleted, deleted_ids,
+       case when not needs_more_edges then succeeded end as succeeded
+  from judged;
 
 -- name: delete_pending_cancels
 -- Withdraws what was still to cancel members of locked flows: the cancellation of the flow, and groups that need them no more.

@@ -1,7 +1,8 @@
 -- name: list_broken_members
 -- The rules about flows that the executions of a range break.
 with subject as materialized (
-  select e.partition_key, e.execution_id, e.flow_id, e.eligibility_state = 'blocked_by_dependencies' as is_blocked
+  select e.partition_key, e.execution_id, e.flow_id, e.eligibility_state = 'blocked_by_dependencies' as is_blocked,
+         e.lifecycle_phase <> 'terminal' as is_live
     from execution e
    where (e.partition_key, e.execution_id) > (:after_partition::smallint, :after_id::uuid)
      and (e.partition_key, e.execution_id) <= (:last_partition::smallint, :last_id::uuid)
@@ -13,7 +14,7 @@ select e.partition_key, e.execution_id, e.flow_id, rule.problem
        select f.flow_id from flow f where f.partition_key = e.partition_key and f.flow_id = e.flow_id limit 1) f on true
   left join lateral (
        select g.group_state from edge_group g
-        where e.is_blocked and g.partition_key = e.partition_key and g.flow_id = e.flow_id and g.downstream_id = e.execution_id limit 1) g on true
+        where e.is_live and g.partition_key = e.partition_key and g.flow_id = e.flow_id and g.downstream_id = e.execution_id limit 1) g on true
   left join lateral (
        select true as waits from edge x
         where e.is_blocked and x.downstream_id = e.execution_id and x.partition_key = any(array[e.partition_key])
@@ -22,6 +23,7 @@ select e.partition_key, e.execution_id, e.flow_id, rule.problem
  cross join lateral (values
        ('flow_id: the flow does not exist in the partition of the execution', e.flow_id is not null and f.flow_id is null),
        ('eligibility_state: blocked_by_dependencies without a pending group', e.is_blocked and g.group_state is distinct from 'pending'),
+       ('lifecycle_phase: not terminal though its group is impossible', e.is_live and g.group_state = 'impossible'),
        ('eligibility_state: blocked_by_dependencies though every edge is resolved',
          e.is_blocked and g.group_state = 'pending' and x.waits is null)
        ) as rule(problem, is_broken)
