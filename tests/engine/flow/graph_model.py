@@ -56,7 +56,7 @@ class Member:
 
 @dataclass
 class Edge:
-    """A dependency of `down` on `up`; edges are resolved in the order of their keys."""
+    """A dependency of `down` on `up`; edges are resolved in the order in which they were staged."""
 
     key: str
     up: int
@@ -187,15 +187,18 @@ class GraphModel:
         """Settle queued ends in this order."""
         for number, outcome in ended:
             self.queue.remove((number, outcome))
-            for edge in sorted((edge for edge in self.edges if edge.up == number), key=lambda edge: edge.key):
+            for edge in self._behind(number):
                 self.resolve(edge, outcome)
             self._count(live=-1, unhappy=int(outcome in UNHAPPY))
 
     def resolve_those(self, number: int, outcome: str, is_resolved: Callable[[Edge], bool]) -> None:
         """Resolve some of the edges behind a queued end, and count it later."""
-        for edge in sorted((edge for edge in self.edges if edge.up == number), key=lambda edge: edge.key):
+        for edge in self._behind(number):
             if edge.state == "unsatisfied" and is_resolved(edge):
                 self.resolve(edge, outcome)
+
+    def _behind(self, number: int) -> list[Edge]:
+        return [edge for edge in self.edges if edge.up == number]
 
     def resolve(self, edge: Edge, outcome: str) -> None:
         """Resolve an applied edge; an edge is resolved once."""
@@ -299,10 +302,7 @@ class GraphModel:
 
         There are none of these if more successes are needed than there are edges: the next result skips the member.
         """
-        reset = sorted(
-            (edge for edge in self.edges if edge.down == number and edge.state == "impossible"),
-            key=lambda edge: edge.key,
-        )
+        reset = [edge for edge in self.edges if edge.down == number and edge.state == "impossible"]
         for edge in reset:
             edge.state = "unsatisfied"
         group.state, group.failed, group.skipped = "pending", 0, 0
