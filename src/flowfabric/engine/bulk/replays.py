@@ -8,6 +8,7 @@ from uuid import UUID
 
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.quarantine import is_connection_fault
+from flowfabric.engine.core.row import execution_keys
 from flowfabric.engine.flow.replay import ReplayRequest, Replays, Verdict
 from flowfabric.engine.read.filters import ExecutionFilters
 from flowfabric.engine.read.listing import MAX_LIMIT, Listing, ListOrder
@@ -44,11 +45,13 @@ class MatchingReplays:
         """
         last = page[-1]
         listed = [one.execution_id for one in page]
-        flows = {row["nth"]: row["flow_id"] for row in await self._store.fetch(SQL.list_page_flows, **_keys(listed))}
-        going_on = {
+        flows = {
+            row["nth"]: row["flow_id"] for row in await self._store.fetch(SQL.list_page_flows, **execution_keys(listed))
+        }
+        with_later_members = {
             row["flow_id"]
             for row in await self._store.fetch(
-                SQL.list_going_on,
+                SQL.list_flows_with_later_members,
                 flow_ids=list(completed.union(flows.values())),
                 created_at=last.created_at,
                 execution_id=split_execution_id(last.execution_id)[1],
@@ -62,12 +65,12 @@ class MatchingReplays:
                 found.append(execution_id)
             elif flow_id in completed or flow_id in seen:
                 continue
-            elif flow_id in going_on:
+            elif flow_id in with_later_members:
                 seen.add(flow_id)
                 found += await self._list_members(filters, flow_id)
             else:
                 found.append(execution_id)
-        completed &= going_on
+        completed &= with_later_members
         completed |= seen
         return [execution_id for execution_id, _ in await self._in_order(found)] if seen else found
 
@@ -112,7 +115,7 @@ class MatchingReplays:
 
     async def _in_order(self, execution_ids: Sequence[ExecutionId]) -> list[tuple[ExecutionId, int]]:
         """The executions, each behind those of them that made its dependencies impossible, with the edges to reset."""
-        rows = await self._store.fetch(SQL.list_impossible, **_keys(execution_ids))
+        rows = await self._store.fetch(SQL.list_impossible, **execution_keys(execution_ids))
         if not rows:
             return [(execution_id, 0) for execution_id in execution_ids]
         edges = {execution_ids[row["nth"] - 1]: row["edges"] for row in rows}
@@ -139,12 +142,6 @@ class MatchingReplays:
             for half in (left[:middle], left[middle:]):
                 if half:
                     await self._try(half, request, verdicts)
-
-
-def _keys(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
-    """The keys of executions, as parameters."""
-    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
-    return {"partition_keys": [partition for partition, _ in pairs], "execution_ids": [uuid for _, uuid in pairs]}
 
 
 def _batches(planned: Sequence[tuple[ExecutionId, int]]) -> Iterator[list[ExecutionId]]:

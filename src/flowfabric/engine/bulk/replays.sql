@@ -6,7 +6,7 @@ select i.nth, e.flow_id
        select e.flow_id from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e
  where e.flow_id is not null;
 
--- name: list_going_on
+-- name: list_flows_with_later_members
 -- Those of the flows with members after a position in the order of creation.
 select i.flow_id
   from unnest(:flow_ids::uuid[]) as i(flow_id)

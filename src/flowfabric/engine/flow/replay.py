@@ -8,7 +8,7 @@ from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.row import lock_executions
+from flowfabric.engine.core.row import execution_keys, lock_executions
 from flowfabric.engine.core.transition import REPLAYED, REPLAYED_BLOCKED, target_parameters
 from flowfabric.engine.execution.retention import RECHECK_MS
 from flowfabric.engine.flow.cascade import Cascade
@@ -206,7 +206,7 @@ class Replays:
         waits: bool,
     ) -> list[_Item]:
         """Lock the flows and the executions, and refuse those that may not be replayed."""
-        rows = await transaction.fetch(SQL.list_flows_of, **_id_keys(execution_ids))
+        rows = await transaction.fetch(SQL.list_flows_of, **execution_keys(execution_ids))
         flow_of = {format_execution_id(row["partition_key"], row["execution_id"]): row["flow_id"] for row in rows}
         flows = await self._lock_flows(transaction, flow_of, waits=waits)
         free = [each for each in execution_ids if waits or flow_of.get(each) is None or flow_of[each] in flows]
@@ -226,7 +226,7 @@ class Replays:
             else:
                 ended.append(execution_id)
         items: list[_Item] = []
-        found = await transaction.fetch(SQL.read_ended, **_id_keys(ended)) if ended else ()
+        found = await transaction.fetch(SQL.read_ended, **execution_keys(ended)) if ended else ()
         for execution_id, row in zip(ended, found, strict=True):
             if row["flow_id"] != flow_of.get(execution_id):
                 # It has become a member since: the next transaction locks the flow before it.
@@ -301,7 +301,7 @@ class Replays:
         likely = [(item.execution_id, at) for item in items for at in self._retain_untils(item)]
         found = await transaction.fetch(
             SQL.lock_ends,
-            **_id_keys(execution_id for execution_id, _ in likely),
+            **execution_keys(execution_id for execution_id, _ in likely),
             ended_ats=[ended_at[execution_id] for execution_id, _ in likely],
             retain_untils=[at for _, at in likely],
         )
@@ -356,14 +356,8 @@ class Replays:
             await self._resolver.after_commit(resolved)
 
 
-def _id_keys(execution_ids: Iterable[ExecutionId]) -> dict[str, object]:
-    """The keys of executions, as parameters."""
-    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
-    return {"partition_keys": [partition for partition, _ in pairs], "execution_ids": [uuid for _, uuid in pairs]}
-
-
 def _keys(items: Iterable[_Item]) -> dict[str, object]:
-    return _id_keys(item.execution_id for item in items)
+    return execution_keys(item.execution_id for item in items)
 
 
 def _member_keys(items: Iterable[_Item]) -> dict[str, object]:
@@ -373,7 +367,7 @@ def _member_keys(items: Iterable[_Item]) -> dict[str, object]:
 
 
 def _ends(ended_at: dict[ExecutionId, int]) -> dict[str, object]:
-    return {**_id_keys(ended_at), "ended_ats": list(ended_at.values())}
+    return {**execution_keys(ended_at), "ended_ats": list(ended_at.values())}
 
 
 def _change(members: Sequence[_Item]) -> MemberChange:
