@@ -183,8 +183,8 @@ def reconciled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of(engine)
     together = parts.services[Replays].replay_together
 
-    async def replay_and_reconcile(*arguments: Any) -> None:
-        await together(*arguments)
+    async def replay_and_reconcile(*arguments: Any, **named: Any) -> None:
+        await together(*arguments, **named)
         await parts.blocked.reconcile()
 
     monkeypatch.setattr(replays, "REPLAY_LIMIT", 2)

@@ -3,12 +3,15 @@
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
+from typing import TypeAlias
 from uuid import UUID
 
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.quarantine import is_connection_fault
-from flowfabric.engine.flow.replay import ReplayRequest, Replays, Verdict
+from flowfabric.engine.core.quarantine import is_connection_fault, is_statement_timeout
+from flowfabric.engine.core.row import execution_keys
+from flowfabric.engine.flow.replay import ReplayRequest, Replays, Upstreams, Verdict, WaitsFor
 from flowfabric.engine.read.filters import ExecutionFilters
 from flowfabric.engine.read.listing import MAX_LIMIT, Listing, ListOrder
 from flowfabric.engine.store import Store
@@ -22,8 +25,11 @@ SQL = statements_beside(__file__)
 REPLAY_LIMIT, EDGE_LIMIT = 500, 20_000
 """How many executions one transaction replays at most, and how many of their edges it resets, unless one has more."""
 PATIENCE_SECONDS = 2.0
-"""How long rows that other sessions have locked are tried again: as long as a single call waits for a row."""
+"""How long rows that other sessions have locked are tried again without any success."""
 PAUSE_SECONDS = (0.02, 0.2)
+
+_Planned: TypeAlias = tuple[ExecutionId, int]
+"""An execution to replay, and how many of its edges are reset."""
 
 
 class MatchingReplays:
@@ -44,11 +50,11 @@ class MatchingReplays:
         """
         last = page[-1]
         listed = [one.execution_id for one in page]
-        flows = {row["nth"]: row["flow_id"] for row in await self._store.fetch(SQL.list_page_flows, **_keys(listed))}
-        going_on = {
+        flows = await self._flows_of(listed)
+        with_later_members = {
             row["flow_id"]
             for row in await self._store.fetch(
-                SQL.list_going_on,
+                SQL.list_flows_with_later_members,
                 flow_ids=list(completed.union(flows.values())),
                 created_at=last.created_at,
                 execution_id=split_execution_id(last.execution_id)[1],
@@ -56,20 +62,23 @@ class MatchingReplays:
         }
         found: list[ExecutionId] = []
         seen: set[UUID] = set()
-        for nth, execution_id in enumerate(listed, 1):
-            flow_id = flows.get(nth)
+        for execution_id in listed:
+            flow_id = flows.get(execution_id)
             if flow_id is None:
                 found.append(execution_id)
             elif flow_id in completed or flow_id in seen:
                 continue
-            elif flow_id in going_on:
+            elif flow_id in with_later_members:
                 seen.add(flow_id)
                 found += await self._list_members(filters, flow_id)
             else:
                 found.append(execution_id)
-        completed &= going_on
+        completed &= with_later_members
         completed |= seen
-        return [execution_id for execution_id, _ in await self._in_order(found)] if seen else found
+        if not seen:
+            return found
+        planned, _ = await self._in_order(found)
+        return [execution_id for execution_id, _ in planned]
 
     async def replay_many(self, execution_ids: Sequence[ExecutionId], request: ReplayRequest) -> list[Verdict]:
         """Replay executions, some in a transaction; return the verdicts in the order given.
@@ -77,24 +86,51 @@ class MatchingReplays:
         Upstream executions are replayed before those that depend on them, or in the same transaction: otherwise the
         reconciler might find that they are still failed, and skip these again.
         """
-        verdicts: dict[ExecutionId, Verdict] = {}
-        left = await self._in_order(execution_ids)
-        waits = pauses(*PAUSE_SECONDS)
-        deadline: float | None = None
-        while True:
-            for batch in _batches(left):
-                await self._try(batch, request, verdicts)
-            left = [(execution_id, edges) for execution_id, edges in left if execution_id not in verdicts]
-            pause = next(waits)
-            deadline = deadline or time.monotonic() + PATIENCE_SECONDS
-            if not left or time.monotonic() + pause > deadline:
-                break
-            await asyncio.sleep(pause)
+        planned, upstreams = await self._in_order(execution_ids)
+        call = _Call(request=request, upstreams=upstreams)
+        for batch in _batches(planned):
+            await self._try(batch, call)
+        left = call.left(planned)
+        if left:
+            left = await self._retry(left, call)
         for execution_id, _ in left:
-            verdicts[execution_id] = error(
-                "retry_exhausted", f"execution {execution_id} or its flow is locked by another session; repeat the call"
+            call.verdicts[execution_id] = error(
+                "retry_exhausted",
+                f"another session has locked execution {execution_id}, its flow, or an execution before or behind it; "
+                "repeat the call",
             )
-        return [verdicts[execution_id] for execution_id in execution_ids]
+        return [call.verdicts[execution_id] for execution_id in execution_ids]
+
+    async def _retry(self, left: Sequence[_Planned], call: "_Call") -> list[_Planned]:
+        """Replay what other sessions had locked, until nothing has succeeded for a while; return what is left.
+
+        A flow that settles the ends of its members is locked most of the time, so its lock is waited for; and for that
+        of one flow at a time, so that a flow that stays locked does not stop the replays of others.
+        """
+        flows = await self._flows_of([execution_id for execution_id, _ in left])
+        waits = pauses(*PAUSE_SECONDS)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while left and time.monotonic() + (pause := next(waits)) <= deadline:
+            await asyncio.sleep(pause)
+            by_flow: dict[UUID | None, list[_Planned]] = {}
+            for each in left:
+                by_flow.setdefault(flows.get(each[0]), []).append(each)
+            for members in by_flow.values():
+                for batch in _batches(members):
+                    before = len(call.verdicts)
+                    is_waiting = time.monotonic() < deadline
+                    is_done = await self._try(batch, call, WaitsFor.FLOWS if is_waiting else WaitsFor.NOTHING)
+                    if len(call.verdicts) > before:
+                        deadline = time.monotonic() + PATIENCE_SECONDS
+                    if not is_done:
+                        break
+            left = call.left(left)
+        return list(left)
+
+    async def _flows_of(self, execution_ids: Sequence[ExecutionId]) -> dict[ExecutionId, UUID]:
+        """The flows of those of the executions that are members of one."""
+        rows = await self._store.fetch(SQL.list_member_flows, **execution_keys(execution_ids))
+        return {execution_ids[row["nth"] - 1]: row["flow_id"] for row in rows}
 
     async def _list_members(self, filters: ExecutionFilters, flow_id: UUID) -> list[ExecutionId]:
         """The members of a flow that match."""
@@ -110,44 +146,62 @@ class MatchingReplays:
             if cursor is None:
                 return found
 
-    async def _in_order(self, execution_ids: Sequence[ExecutionId]) -> list[tuple[ExecutionId, int]]:
-        """The executions, each behind those of them that made its dependencies impossible, with the edges to reset."""
-        rows = await self._store.fetch(SQL.list_impossible, **_keys(execution_ids))
+    async def _in_order(self, execution_ids: Sequence[ExecutionId]) -> tuple[list[_Planned], Upstreams]:
+        """The executions, each behind those of them on which it still depends, and which ones these are."""
+        rows = await self._store.fetch(SQL.list_unsatisfied, **execution_keys(execution_ids))
         if not rows:
-            return [(execution_id, 0) for execution_id in execution_ids]
+            return [(execution_id, 0) for execution_id in execution_ids], {}
         edges = {execution_ids[row["nth"] - 1]: row["edges"] for row in rows}
         named = {split_execution_id(execution_id)[1]: execution_id for execution_id in execution_ids}
-        order = TopologicalSorter[ExecutionId](dict.fromkeys(execution_ids, ()))
-        for row in rows:
-            order.add(execution_ids[row["nth"] - 1], *(named[str(uuid)] for uuid in row["upstreams"] or ()))
-        return [(execution_id, edges.get(execution_id, 0)) for execution_id in order.static_order()]
+        upstreams = {
+            execution_ids[row["nth"] - 1]: [named[str(uuid)] for uuid in row["upstreams"]]
+            for row in rows
+            if row["upstreams"]
+        }
+        order = TopologicalSorter[ExecutionId]({**dict.fromkeys(execution_ids, ()), **upstreams})
+        return [(execution_id, edges.get(execution_id, 0)) for execution_id in order.static_order()], upstreams
 
     async def _try(
-        self, execution_ids: Sequence[ExecutionId], request: ReplayRequest, verdicts: dict[ExecutionId, Verdict]
-    ) -> None:
-        """Replay those that are not locked together, or in halves if that fails because of an item."""
+        self, execution_ids: Sequence[ExecutionId], call: "_Call", waits_for: WaitsFor = WaitsFor.NOTHING
+    ) -> bool:
+        """Replay those that are not locked together, or in halves if that fails because of an item.
+
+        Return False if the transaction has waited too long for a row.
+        """
         try:
-            await self._replays.replay_together(execution_ids, request, verdicts)
+            await self._replays.replay_together(
+                execution_ids, call.request, call.verdicts, upstreams=call.upstreams, waits_for=waits_for
+            )
         except EngineError as fault:
+            if fault.code == "retry_exhausted" or (waits_for is WaitsFor.FLOWS and is_statement_timeout(fault)):
+                return False
             if is_connection_fault(fault):
                 raise
             if len(execution_ids) == 1:
-                verdicts.setdefault(execution_ids[0], fault)
-                return
-            left = [each for each in execution_ids if each not in verdicts]
+                call.verdicts.setdefault(execution_ids[0], fault)
+                return True
+            left = [each for each in execution_ids if each not in call.verdicts]
             middle = len(left) // 2
             for half in (left[:middle], left[middle:]):
-                if half:
-                    await self._try(half, request, verdicts)
+                if half and not await self._try(half, call, waits_for):
+                    return False
+        return True
 
 
-def _keys(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
-    """The keys of executions, as parameters."""
-    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
-    return {"partition_keys": [partition for partition, _ in pairs], "execution_ids": [uuid for _, uuid in pairs]}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """One call for many executions, with the verdicts so far."""
+
+    request: ReplayRequest
+    upstreams: Upstreams
+    verdicts: dict[ExecutionId, Verdict] = field(default_factory=dict)
+
+    def left(self, planned: Sequence[_Planned]) -> list[_Planned]:
+        """Those without a verdict."""
+        return [each for each in planned if each[0] not in self.verdicts]
 
 
-def _batches(planned: Sequence[tuple[ExecutionId, int]]) -> Iterator[list[ExecutionId]]:
+def _batches(planned: Sequence[_Planned]) -> Iterator[list[ExecutionId]]:
     """The executions for one transaction after the other."""
     batch: list[ExecutionId] = []
     sum_of_edges = 0

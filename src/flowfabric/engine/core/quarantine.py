@@ -198,6 +198,6 @@ def is_connection_fault(fault: Exception) -> bool:
     return isinstance(fault, TransportError) and fault.retryable
 
 
-def is_statement_timeout(fault: TransportError) -> bool:
+def is_statement_timeout(fault: EngineError) -> bool:
     """Whether Postgres canceled a statement that took too long, unlike a wait for a free connection."""
     return isinstance(fault.__cause__, StoreFault) and fault.__cause__.is_canceled

@@ -1,6 +1,6 @@
 """Lock an execution's row, and check a fence against it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, cast
 from uuid import UUID, uuid4
@@ -150,6 +150,12 @@ class LockedExecution(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def execution_keys(execution_ids: Iterable[ExecutionId]) -> dict[str, object]:
+    """The keys of executions, as parameters of a statement."""
+    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
+    return {"partition_keys": [partition for partition, _ in pairs], "execution_ids": [uuid for _, uuid in pairs]}
+
+
 async def lock_executions(
     transaction: Transaction, execution_ids: Sequence[ExecutionId], *, waits: bool = True
 ) -> tuple[int, list[LockedExecution | None]]:
@@ -157,12 +163,8 @@ async def lock_executions(
 
     None stands for an execution that is absent or, unless `waits`, locked by another session.
     """
-    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
-    rows = await transaction.fetch(
-        SQL.lock_executions if waits else SQL.lock_free_executions,
-        partition_keys=[partition for partition, _ in pairs],
-        execution_ids=[uuid for _, uuid in pairs],
-    )
+    statement = SQL.lock_executions if waits else SQL.lock_free_executions
+    rows = await transaction.fetch(statement, **execution_keys(execution_ids))
     return rows[0]["began"], [None if row["execution_id"] is None else _locked(row) for row in rows]
 
 
@@ -369,11 +371,9 @@ class LockedRun(LockedExecution, frozen=True, kw_only=True):
 
 async def read_runs(transaction: Transaction, runs: Sequence[tuple[ExecutionId, str | None]]) -> list[LockedRun]:
     """Read runs that the transaction has already locked, each with the earlier outcome of its idempotency key."""
-    pairs = [split_execution_id(execution_id) for execution_id, _ in runs]
     rows = await transaction.fetch(
         SQL.read_runs,
-        partition_keys=[partition for partition, _ in pairs],
-        execution_ids=[uuid for _, uuid in pairs],
+        **execution_keys(execution_id for execution_id, _ in runs),
         idempotency_keys=[key for _, key in runs],
     )
     return [LockedRun(**row) for row in rows]

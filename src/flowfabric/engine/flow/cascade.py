@@ -77,17 +77,19 @@ class Cascade:
         """Settle every queued entry of one flow, also those that its settling queues."""
         waits = pauses(*LEFT_SECONDS)
         deadline = time.monotonic() + PATIENCE_SECONDS
+        while not await self.settle_free(partition_key, flow_id):
+            if time.monotonic() > deadline:
+                raise error("retry_exhausted", f"flow {flow_id} is locked by another session: repeat the call")
+            await asyncio.sleep(next(waits))
+
+    async def settle_free(self, partition_key: int, flow_id: FlowId) -> bool:
+        """Settle the queued entries of one flow as far as nothing is locked elsewhere; return whether none is left."""
         while keys := await self._entries_of(partition_key, flow_id):
             done, left, is_cut = await self._settle(keys)
-            if done.resolved or is_cut or len(left) < len(keys):
-                continue
-            if time.monotonic() > deadline:
-                break
-            # Another settler has locked the flow, or another session its children.
-            await asyncio.sleep(next(waits))
-        else:
-            return
-        raise error("retry_exhausted", f"flow {flow_id} is locked by another session: repeat the call")
+            if not done.resolved and not is_cut and len(left) == len(keys):
+                # Another settler has locked the flow, or another session its children.
+                return False
+        return True
 
     async def settle_left_over(self, *, since: int, limit: int = ENTRY_LIMIT) -> int:
         """Settle entries that the processes that queued them have left, the oldest first; return how many edges."""

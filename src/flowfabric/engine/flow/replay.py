@@ -1,14 +1,16 @@
 """Replay of ended executions: they run again, with a new attempt that follows the earlier ones."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import MappingProxyType
 from typing import Self, TypeAlias
 from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.row import lock_executions
+from flowfabric.engine.core.row import execution_keys, lock_executions
 from flowfabric.engine.core.transition import REPLAYED, REPLAYED_BLOCKED, target_parameters
 from flowfabric.engine.execution.retention import RECHECK_MS
 from flowfabric.engine.flow.cascade import Cascade
@@ -36,6 +38,8 @@ SQL = statements_beside(__file__)
 
 TRIES = 5
 """How often a replay is tried that finds ends of its flow still queued, before it gives up."""
+FLOW_LOCK_TIMEOUT = "200ms"
+"""How long a replay of many executions waits for a locked flow before the others are tried."""
 _DEFAULTS = ExecutionPolicy()
 _TARGETS = {
     **target_parameters(REPLAYED),
@@ -45,6 +49,18 @@ _TARGETS = {
 
 Verdict: TypeAlias = Replayed | EngineError
 """The answer for one execution: it runs again, or why not."""
+
+
+Upstreams: TypeAlias = Mapping[ExecutionId, Sequence[ExecutionId]]
+"""The upstream executions without which executions are not replayed, as they would be skipped again."""
+
+
+class WaitsFor(Enum):
+    """The rows for which a replay waits while another session has locked them."""
+
+    NOTHING = auto()
+    FLOWS = auto()
+    FLOWS_AND_EXECUTIONS = auto()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,10 +145,12 @@ class Replays:
         request = ReplayRequest.check(
             reason=reason, requested_by=requested_by, allow_cancelled_flow=allow_cancelled_flow
         )
-        verdicts: dict[ExecutionId, Verdict] = {}
         for _ in range(TRIES):
-            await self.replay_together([parsed], request, verdicts, waits=True)
-            verdict = verdicts.get(parsed)
+            written = await self._transact([parsed], request, waits_for=WaitsFor.FLOWS_AND_EXECUTIONS)
+            # The edges behind an end are resolved by its outcome, not by that of the replay.
+            for partition_key, flow_id in written.unsettled:
+                await self._cascade.settle_flow(partition_key, flow_id)
+            verdict = written.verdicts.get(parsed)
             if isinstance(verdict, EngineError):
                 raise verdict
             if verdict is not None:
@@ -149,34 +167,54 @@ class Replays:
         request: ReplayRequest,
         verdicts: dict[ExecutionId, Verdict],
         *,
-        waits: bool = False,
+        upstreams: Upstreams,
+        waits_for: WaitsFor = WaitsFor.NOTHING,
     ) -> None:
         """Replay executions in one transaction, and add the verdicts of those that need no further one.
 
-        The others have become members of a flow meanwhile, had an end that is settled only now, or are locked by
-        another session, if the call does not wait for that.
+        The others have become members of a flow meanwhile, had an end that is settled only now or not yet, are locked
+        by another session, or have upstream executions that neither have a verdict nor are replayed with them. Each
+        execution must be given behind its upstream executions.
         """
-        in_order = sorted(execution_ids, key=split_execution_id)
+        ready = _behind_upstreams(execution_ids, upstreams, verdicts)
+        if not ready:
+            return
+        written = await self._transact(ready, request, upstreams=upstreams, earlier=verdicts, waits_for=waits_for)
+        verdicts.update(written.verdicts)
+        for partition_key, flow_id in written.unsettled:
+            await self._cascade.settle_free(partition_key, flow_id)
+
+    async def _transact(
+        self,
+        execution_ids: Sequence[ExecutionId],
+        request: ReplayRequest,
+        *,
+        upstreams: Upstreams = MappingProxyType({}),
+        earlier: Mapping[ExecutionId, Verdict] = MappingProxyType({}),
+        waits_for: WaitsFor,
+    ) -> _Written:
+        """Replay executions in one transaction, and do what follows its commit; `earlier` has the verdicts so far."""
 
         async def replay(transaction: Transaction) -> _Written:
-            return await self._replay(transaction, in_order, request, waits=waits)
+            written = _Written()
+            items = await self._lock(transaction, execution_ids, request, written.verdicts, waits_for)
+            items = await self._settled(transaction, items, written)
+            locked = {item.execution_id for item in items}
+            given = [each for each in execution_ids if each in locked]
+            ready = set(_behind_upstreams(given, upstreams, earlier, written.verdicts))
+            await self._replay(transaction, [item for item in items if item.execution_id in ready], request, written)
+            return written
 
-        written = await self._store.transact(replay, execution_id=in_order[0] if len(in_order) == 1 else None)
-        verdicts.update(written.verdicts)
+        written = await self._store.transact(replay, execution_id=execution_ids[0] if len(execution_ids) == 1 else None)
         await self._after_commit(written)
-        # The edges behind an end are resolved by its outcome, not by that of the replay.
-        for partition_key, flow_id in written.unsettled:
-            await self._cascade.settle_flow(partition_key, flow_id)
+        return written
 
     async def _replay(
-        self, transaction: Transaction, execution_ids: Sequence[ExecutionId], request: ReplayRequest, *, waits: bool
-    ) -> _Written:
-        written = _Written()
-        items = await self._lock(transaction, execution_ids, request, written.verdicts, waits=waits)
-        items = await self._settled(transaction, items, written)
+        self, transaction: Transaction, items: list[_Item], request: ReplayRequest, written: _Written
+    ) -> None:
         items = await self._reset(transaction, items, written.verdicts)
         if not items:
-            return written
+            return
         await self._take_ends(transaction, items)
         timeouts = [item.policy.timeout_policy for item in items]
         written.work = await transaction.fetch(
@@ -194,7 +232,6 @@ class Replays:
         states = await transaction.fetch(SQL.list_replayed, **_keys(items))
         for item, row in zip(items, states, strict=True):
             written.verdicts[item.execution_id] = Replayed(public_state=PublicState(row["public_state"]))
-        return written
 
     async def _lock(
         self,
@@ -202,14 +239,18 @@ class Replays:
         execution_ids: Sequence[ExecutionId],
         request: ReplayRequest,
         verdicts: dict[ExecutionId, Verdict],
-        *,
-        waits: bool,
+        waits_for: WaitsFor,
     ) -> list[_Item]:
         """Lock the flows and the executions, and refuse those that may not be replayed."""
-        rows = await transaction.fetch(SQL.list_flows_of, **_id_keys(execution_ids))
+        rows = await transaction.fetch(SQL.list_flows_of, **execution_keys(execution_ids))
         flow_of = {format_execution_id(row["partition_key"], row["execution_id"]): row["flow_id"] for row in rows}
-        flows = await self._lock_flows(transaction, flow_of, waits=waits)
-        free = [each for each in execution_ids if waits or flow_of.get(each) is None or flow_of[each] in flows]
+        flows = await self._lock_flows(transaction, flow_of, waits_for)
+        waits = waits_for is WaitsFor.FLOWS_AND_EXECUTIONS
+        free = [
+            each
+            for each in sorted(execution_ids, key=split_execution_id)
+            if waits_for is not WaitsFor.NOTHING or flow_of.get(each) is None or flow_of[each] in flows
+        ]
         if not free:
             return []
         _, locked = await lock_executions(transaction, free, waits=waits)
@@ -226,7 +267,7 @@ class Replays:
             else:
                 ended.append(execution_id)
         items: list[_Item] = []
-        found = await transaction.fetch(SQL.read_ended, **_id_keys(ended)) if ended else ()
+        found = await transaction.fetch(SQL.read_ended, **execution_keys(ended)) if ended else ()
         for execution_id, row in zip(ended, found, strict=True):
             if row["flow_id"] != flow_of.get(execution_id):
                 # It has become a member since: the next transaction locks the flow before it.
@@ -241,13 +282,15 @@ class Replays:
         return items
 
     async def _lock_flows(
-        self, transaction: Transaction, flow_of: dict[ExecutionId, UUID | None], *, waits: bool
+        self, transaction: Transaction, flow_of: dict[ExecutionId, UUID | None], waits_for: WaitsFor
     ) -> dict[UUID, LockedFlow]:
         members = {each: flow_id for each, flow_id in flow_of.items() if flow_id is not None}
         if not members:
             return {}
+        if waits_for is WaitsFor.FLOWS:
+            await transaction.fetch(SQL.set_lock_timeout, lock_timeout=FLOW_LOCK_TIMEOUT)
         rows = await transaction.fetch(
-            SQL.lock_flows if waits else SQL.lock_free_flows,
+            SQL.lock_free_flows if waits_for is WaitsFor.NOTHING else SQL.lock_flows,
             partition_keys=[split_execution_id(each)[0] for each in members],
             flow_ids=list(members.values()),
         )
@@ -301,7 +344,7 @@ class Replays:
         likely = [(item.execution_id, at) for item in items for at in self._retain_untils(item)]
         found = await transaction.fetch(
             SQL.lock_ends,
-            **_id_keys(execution_id for execution_id, _ in likely),
+            **execution_keys(execution_id for execution_id, _ in likely),
             ended_ats=[ended_at[execution_id] for execution_id, _ in likely],
             retain_untils=[at for _, at in likely],
         )
@@ -356,14 +399,22 @@ class Replays:
             await self._resolver.after_commit(resolved)
 
 
-def _id_keys(execution_ids: Iterable[ExecutionId]) -> dict[str, object]:
-    """The keys of executions, as parameters."""
-    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
-    return {"partition_keys": [partition for partition, _ in pairs], "execution_ids": [uuid for _, uuid in pairs]}
+def _behind_upstreams(
+    execution_ids: Sequence[ExecutionId], upstreams: Upstreams, *verdicts: Container[ExecutionId]
+) -> list[ExecutionId]:
+    """Those of the executions whose upstream executions have a verdict, or come before them in the answer."""
+    found: dict[ExecutionId, None] = {}
+    for execution_id in execution_ids:
+        for each in upstreams.get(execution_id, ()):
+            if each not in found and not any(each in known for known in verdicts):
+                break
+        else:
+            found[execution_id] = None
+    return list(found)
 
 
 def _keys(items: Iterable[_Item]) -> dict[str, object]:
-    return _id_keys(item.execution_id for item in items)
+    return execution_keys(item.execution_id for item in items)
 
 
 def _member_keys(items: Iterable[_Item]) -> dict[str, object]:
@@ -373,7 +424,7 @@ def _member_keys(items: Iterable[_Item]) -> dict[str, object]:
 
 
 def _ends(ended_at: dict[ExecutionId, int]) -> dict[str, object]:
-    return {**_id_keys(ended_at), "ended_ats": list(ended_at.values())}
+    return {**execution_keys(ended_at), "ended_ats": list(ended_at.values())}
 
 
 def _change(members: Sequence[_Item]) -> MemberChange:

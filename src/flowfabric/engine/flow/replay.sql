@@ -21,6 +21,10 @@ select f.*
 -- include: flows
            for update) f;
 
+-- name: set_lock_timeout
+-- Limits how long the transaction waits for each row.
+select set_config('lock_timeout', :lock_timeout, true);
+
 -- name: lock_free_flows
 -- The same without waiting: a flow locked by another session has no row.
 -- include: flows
