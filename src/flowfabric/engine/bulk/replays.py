@@ -11,7 +11,7 @@ from uuid import UUID
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.quarantine import is_connection_fault, is_statement_timeout
 from flowfabric.engine.core.row import execution_keys
-from flowfabric.engine.flow.replay import ReplayRequest, Replays, Upstreams, Verdict, WaitsFor
+from flowfabric.engine.flow.replay import ReplayRequest, Replays, ReplayVerdict, Upstreams, WaitsFor
 from flowfabric.engine.read.filters import ExecutionFilters
 from flowfabric.engine.read.listing import MAX_LIMIT, Listing, ListOrder
 from flowfabric.engine.store import Store
@@ -80,7 +80,7 @@ class MatchingReplays:
         planned, _ = await self._in_order(found)
         return [execution_id for execution_id, _ in planned]
 
-    async def replay_many(self, execution_ids: Sequence[ExecutionId], request: ReplayRequest) -> list[Verdict]:
+    async def replay_many(self, execution_ids: Sequence[ExecutionId], request: ReplayRequest) -> list[ReplayVerdict]:
         """Replay executions, some in a transaction; return the verdicts in the order given.
 
         Upstream executions are replayed before those that depend on them, or in the same transaction: otherwise the
@@ -194,7 +194,7 @@ class _Call:
 
     request: ReplayRequest
     upstreams: Upstreams
-    verdicts: dict[ExecutionId, Verdict] = field(default_factory=dict)
+    verdicts: dict[ExecutionId, ReplayVerdict] = field(default_factory=dict)
 
     def left(self, planned: Sequence[_Planned]) -> list[_Planned]:
         """Those without a verdict."""

@@ -47,7 +47,7 @@ _TARGETS = {
     "blocked_blocking": REPLAYED_BLOCKED.blocking,
 }
 
-Verdict: TypeAlias = Replayed | EngineError
+ReplayVerdict: TypeAlias = Replayed | EngineError
 """The answer for one execution: it runs again, or why not."""
 
 
@@ -112,7 +112,7 @@ class _Item:
 class _Written:
     """What a transaction has decided and written."""
 
-    verdicts: dict[ExecutionId, Verdict] = field(default_factory=dict)
+    verdicts: dict[ExecutionId, ReplayVerdict] = field(default_factory=dict)
     work: list[Record] = field(default_factory=list)
     resolved: list[ResolvedEdges] = field(default_factory=list)
     unsettled: list[tuple[int, FlowId]] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Replays:
         self,
         execution_ids: Sequence[ExecutionId],
         request: ReplayRequest,
-        verdicts: dict[ExecutionId, Verdict],
+        verdicts: dict[ExecutionId, ReplayVerdict],
         *,
         upstreams: Upstreams,
         waits_for: WaitsFor = WaitsFor.NOTHING,
@@ -190,7 +190,7 @@ class Replays:
         request: ReplayRequest,
         *,
         upstreams: Upstreams = MappingProxyType({}),
-        earlier: Mapping[ExecutionId, Verdict] = MappingProxyType({}),
+        earlier: Mapping[ExecutionId, ReplayVerdict] = MappingProxyType({}),
         waits_for: WaitsFor,
     ) -> _Written:
         """Replay executions in one transaction, and do what follows its commit; `earlier` has the verdicts so far."""
@@ -238,7 +238,7 @@ class Replays:
         transaction: Transaction,
         execution_ids: Sequence[ExecutionId],
         request: ReplayRequest,
-        verdicts: dict[ExecutionId, Verdict],
+        verdicts: dict[ExecutionId, ReplayVerdict],
         waits_for: WaitsFor,
     ) -> list[_Item]:
         """Lock the flows and the executions, and refuse those that may not be replayed."""
@@ -307,7 +307,7 @@ class Replays:
         return [item for item in items if item.flow is None or item.flow.flow_id not in unsettled]
 
     async def _reset(
-        self, transaction: Transaction, items: list[_Item], verdicts: dict[ExecutionId, Verdict]
+        self, transaction: Transaction, items: list[_Item], verdicts: dict[ExecutionId, ReplayVerdict]
     ) -> list[_Item]:
         """Reset the dependencies of members that were impossible; refuse those that cannot be satisfied any more.
 
