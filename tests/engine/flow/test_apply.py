@@ -136,6 +136,12 @@ async def test_apply_refuses_an_edge_that_is_not_staged_like_this(flow: BuiltFlo
             async with rows.unchanged():
                 await refused(flow.apply(edge, second, child), "invalid_dependency", first)
                 await refused(flow.apply(edge, child, first), "invalid_dependency", first)
+        with case("ends of another partition"):
+            for index in ("9999", "40000"):
+                code = "invalid_dependency" if index == "9999" else "invalid_input"
+                async with rows.unchanged():
+                    await refused(flow.apply(edge, first, f"{{fp:{index}}}:{uuid_of(child)}"), code)
+                    await refused(flow.apply(edge, f"{{fp:{index}}}:{uuid_of(first)}", child), "invalid_dependency")
         with case("a revision that is no number"):
             async with rows.unchanged():
                 await refused(flow.apply(edge, first, child, graph_revision=-1), "invalid_input", "graph_revision")

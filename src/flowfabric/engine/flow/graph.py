@@ -35,6 +35,7 @@ from flowfabric.model.ids import (
     EdgeId,
     ExecutionId,
     FlowId,
+    check_storable,
     parse_execution_id,
     parse_uuid,
     split_execution_id,
@@ -219,6 +220,7 @@ class Graph:
         partition, flow = check_flow_id(self._store, flow_id)
         edge = EdgeId(parse_uuid(edge_id, "edge_id"))
         upstream, downstream = parse_execution_id(upstream_execution_id), parse_execution_id(downstream_execution_id)
+        check_storable(downstream)
         check_range(graph_revision, "graph_revision", 0, MAX_REVISION)
         kind = None if dependency_kind is None else check_short(dependency_kind, "dependency_kind")
         given = {"dependency_kind": kind, "data_passing_ref": _check_ref(data_passing_ref)}
