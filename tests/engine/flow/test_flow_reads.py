@@ -2,6 +2,7 @@
 
 from uuid import uuid4
 
+import asyncpg
 import pytest
 
 from engine.flow.driving import DrivenFlow
@@ -87,6 +88,28 @@ async def test_a_flow_is_described_with_its_tags_and_the_groups_that_have_edges(
     assert groups[1][0] == "impossible"
     assert await flow.engine.describe_flow(uuid4()) is None
     await refused(flow.engine.describe_flow("no uuid"), "invalid_input", "flow_id")
+
+
+@pytest.mark.usefixtures("altered_rows")
+async def test_stored_literals_that_cannot_be_read_are_reported_as_corruption(
+    given: Given, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    # As a newer or broken version may leave them.
+    damages = {
+        "public_flow_state": ("flow", "public_flow_state = 'paused'"),
+        "derived_state": ("flow", "derived_state = 'paused'"),
+        "cancellation_policy": ("flow", "cancellation_policy = 'some'"),
+        "policy 'none_of'": ("edge_group", "policy = 'none_of'"),
+        "k None": ("edge_group", "policy = 'quorum'"),
+        "on_satisfied 'stop'": ("edge_group", "policy = 'any_of', on_satisfied = 'stop'"),
+    }
+    with all_cases() as case:
+        for named, (table, damage) in damages.items():
+            with case(named):
+                flow = await BuiltFlow.create(given, rows)
+                await flow.connect(*await flow.members(2))
+                await connection.execute(f"update {table} set {damage} where flow_id = $1", flow.flow_id)
+                await refused(flow.engine.describe_flow(flow.flow_id), "corruption", named)
 
 
 async def test_edges_are_listed_by_either_end_in_the_order_of_their_ids(flow: BuiltFlow) -> None:
