@@ -169,6 +169,17 @@ async def test_the_eligibility_of_an_execution_follows_from_its_dependencies_alo
             assert await status(delayed) == "eligible"
 
 
+@pytest.mark.usefixtures("altered_rows")
+async def test_the_stored_state_of_the_group_decides_the_eligibility(
+    flow: BuiltFlow, connection: asyncpg.Connection
+) -> None:
+    first, child = await flow.members(2)
+    await flow.connect(first, child)
+    # An operation that stores this also skips the execution.
+    await connection.execute("update edge_group set group_state = 'impossible'")
+    assert (await flow.engine.evaluate_flow_eligibility(child)).status == "impossible"
+
+
 async def test_tags_of_flows_are_set_read_and_checked(flow: BuiltFlow, rows: Rows, clock: Clock) -> None:
     engine, flow_id, missing = flow.engine, flow.flow_id, FlowId(uuid4())
     now = await clock.advance(seconds=1)
@@ -311,5 +322,22 @@ async def test_the_graph_of_a_cancelled_flow_does_not_change(flow: BuiltFlow, ro
     async with rows.unchanged():
         await refused(flow.engine.add_execution_to_flow(flow.flow_id, new), "flow_already_terminal", "cancelled")
         await refused(flow.stage(a, b), "flow_already_terminal")
-        # Checked before the revision and the ends.
+        # Checked before the execution, the revision and the ends.
+        for each in (a, flow.mint()):
+            await refused(flow.engine.add_execution_to_flow(flow.flow_id, each), "flow_already_terminal")
         await refused(flow.stage(a, new, expected_graph_revision=99), "flow_already_terminal")
+
+
+@pytest.mark.usefixtures("altered_rows")
+async def test_the_graph_of_a_flow_in_another_final_state_does_not_change(
+    flow: BuiltFlow, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    a, b = await flow.members(2)
+    new = await flow.outside()
+    revision = await flow.revision()
+    # No operation of this version stores these.
+    for state in ("completed", "failed"):
+        await connection.execute("update flow set public_flow_state = $1", state)
+        async with rows.unchanged():
+            await refused(flow.engine.add_execution_to_flow(flow.flow_id, new), "flow_already_terminal", state)
+            await refused(flow.stage(a, b, expected_graph_revision=revision), "flow_already_terminal", state)
