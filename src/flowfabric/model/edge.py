@@ -117,16 +117,19 @@ def edge_policy_columns(policy: EdgePolicy) -> tuple[str, int | None, OnSatisfie
 
 def edge_policy_of(kind: str, k: int | None, on_satisfied: str | None) -> EdgePolicy:
     """Return the policy that stored columns describe; a missing on_satisfied is read as CANCEL_REMAINING."""
-    effect = OnSatisfied(on_satisfied or OnSatisfied.CANCEL_REMAINING)
-    match kind:
-        case "all_of":
-            return AllOfEdges()
-        case "any_of":
-            return AnyOfEdges(effect)
-        case "quorum" if k is not None:
-            return QuorumOfEdges(k, effect)
-        case _:
-            raise error("corruption", f"edge group: the policy {shown(kind)} with k {k!r} cannot be read")
+    effect = word_of(OnSatisfied, on_satisfied or OnSatisfied.CANCEL_REMAINING)
+    if effect is not None:
+        match kind:
+            case "all_of":
+                return AllOfEdges()
+            case "any_of":
+                return AnyOfEdges(effect)
+            case "quorum" if k is not None:
+                return QuorumOfEdges(k, effect)
+    raise error(
+        "corruption",
+        f"edge group: the policy {shown(kind)} with k {k!r} and on_satisfied {on_satisfied!r} cannot be read",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,6 +56,30 @@ async def test_an_edge_from_any_other_end_skips_the_child(flow: BuiltFlow, given
     assert await flow.engine.find_inconsistencies() == []
 
 
+async def test_an_edge_from_a_deleted_execution_counts_as_skipped_when_it_is_applied(
+    flow: BuiltFlow, given: Given, clock: Clock
+) -> None:
+    short = {"stream_policy": {"retention_ttl_ms": 1_000}}
+    with all_cases() as case:
+        for name in ("its id is free", "another execution has its id"):
+            with case(name):
+                deleted = await flow.add(await given.completed(execution_id=flow.mint(), policy=short))
+                child = await flow.add(await given.cancelled(execution_id=flow.mint()))
+                edge = await flow.stage(deleted, child, data_passing_ref="result")
+                await clock.advance(seconds=2)
+                assert await flow.engine.trim_retention() == 1
+                if name == "another execution has its id":
+                    await given.completed(execution_id=deleted)
+                await flow.engine.replay_execution(child)
+                assert await flow.apply(edge, deleted, child) == DependencyApplied(unsatisfied_count=1)
+                assert await flow.engine.read_execution_state(child) == "skipped"
+                assert (await flow.engine.read_execution_context(child)).input_payload == b'{"a": 1}'
+                (group,) = await flow.rows.of("edge_group", downstream_id=uuid_of(child))
+                assert (group["succeeded_count"], group["failed_count"], group["skipped_count"]) == (0, 0, 1)
+                await settle(flow)
+    assert await flow.engine.find_inconsistencies() == []
+
+
 async def test_a_delayed_child_is_delayed_again_once_its_dependencies_are_satisfied(
     flow: BuiltFlow, given: Given, rows: Rows
 ) -> None:

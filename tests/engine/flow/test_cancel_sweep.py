@@ -116,6 +116,16 @@ async def test_acknowledging_the_last_members_at_the_same_time_leaves_no_header(
         await eventually(lambda flow=flow: is_settled(rows, flow))
 
 
+async def test_a_member_is_not_acknowledged_by_an_id_of_another_partition(flows: NewFlow, rows: Rows) -> None:
+    flow = await flows()
+    (member,) = await flow.members(1)
+    await flow.cancel_header()
+    async with rows.unchanged():
+        await flow.engine.ack_cancel_member(flow.flow_id, f"{{fp:9999}}:{uuid_of(member)}")
+    await flow.engine.ack_cancel_member(flow.flow_id, member)
+    await nothing_owed(rows)
+
+
 async def test_the_sweep_waits_for_the_grace_and_cancels_with_the_stored_reason(
     flows: NewFlow, given: Given, rows: Rows, engine: Engine, clock: Clock
 ) -> None:

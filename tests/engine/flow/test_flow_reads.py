@@ -2,6 +2,7 @@
 
 from uuid import uuid4
 
+import asyncpg
 import pytest
 
 from engine.flow.driving import DrivenFlow
@@ -89,6 +90,28 @@ async def test_a_flow_is_described_with_its_tags_and_the_groups_that_have_edges(
     await refused(flow.engine.describe_flow("no uuid"), "invalid_input", "flow_id")
 
 
+@pytest.mark.usefixtures("altered_rows")
+async def test_stored_literals_that_cannot_be_read_are_reported_as_corruption(
+    given: Given, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    # As a newer or broken version may leave them.
+    damages = {
+        "public_flow_state": ("flow", "public_flow_state = 'paused'"),
+        "derived_state": ("flow", "derived_state = 'paused'"),
+        "cancellation_policy": ("flow", "cancellation_policy = 'some'"),
+        "policy 'none_of'": ("edge_group", "policy = 'none_of'"),
+        "k None": ("edge_group", "policy = 'quorum'"),
+        "on_satisfied 'stop'": ("edge_group", "policy = 'any_of', on_satisfied = 'stop'"),
+    }
+    with all_cases() as case:
+        for named, (table, damage) in damages.items():
+            with case(named):
+                flow = await BuiltFlow.create(given, rows)
+                await flow.connect(*await flow.members(2))
+                await connection.execute(f"update {table} set {damage} where flow_id = $1", flow.flow_id)
+                await refused(flow.engine.describe_flow(flow.flow_id), "corruption", named)
+
+
 async def test_edges_are_listed_by_either_end_in_the_order_of_their_ids(flow: BuiltFlow) -> None:
     a, b, c = await flow.members(3)
     out = sorted([await flow.stage(a, b), await flow.stage(a, c), await flow.stage(a, c)])
@@ -144,6 +167,17 @@ async def test_the_eligibility_of_an_execution_follows_from_its_dependencies_alo
         with case("delayed"):
             delayed = await flow.add(await given.delayed(execution_id=flow.mint()))
             assert await status(delayed) == "eligible"
+
+
+@pytest.mark.usefixtures("altered_rows")
+async def test_the_stored_state_of_the_group_decides_the_eligibility(
+    flow: BuiltFlow, connection: asyncpg.Connection
+) -> None:
+    first, child = await flow.members(2)
+    await flow.connect(first, child)
+    # An operation that stores this also skips the execution.
+    await connection.execute("update edge_group set group_state = 'impossible'")
+    assert (await flow.engine.evaluate_flow_eligibility(child)).status == "impossible"
 
 
 async def test_tags_of_flows_are_set_read_and_checked(flow: BuiltFlow, rows: Rows, clock: Clock) -> None:
@@ -288,5 +322,22 @@ async def test_the_graph_of_a_cancelled_flow_does_not_change(flow: BuiltFlow, ro
     async with rows.unchanged():
         await refused(flow.engine.add_execution_to_flow(flow.flow_id, new), "flow_already_terminal", "cancelled")
         await refused(flow.stage(a, b), "flow_already_terminal")
-        # Checked before the revision and the ends.
+        # Checked before the execution, the revision and the ends.
+        for each in (a, flow.mint()):
+            await refused(flow.engine.add_execution_to_flow(flow.flow_id, each), "flow_already_terminal")
         await refused(flow.stage(a, new, expected_graph_revision=99), "flow_already_terminal")
+
+
+@pytest.mark.usefixtures("altered_rows")
+async def test_the_graph_of_a_flow_in_another_final_state_does_not_change(
+    flow: BuiltFlow, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    a, b = await flow.members(2)
+    new = await flow.outside()
+    revision = await flow.revision()
+    # No operation of this version stores these.
+    for state in ("completed", "failed"):
+        await connection.execute("update flow set public_flow_state = $1", state)
+        async with rows.unchanged():
+            await refused(flow.engine.add_execution_to_flow(flow.flow_id, new), "flow_already_terminal", state)
+            await refused(flow.stage(a, b, expected_graph_revision=revision), "flow_already_terminal", state)

@@ -2,16 +2,22 @@
 
 from collections.abc import Awaitable, Callable
 from typing import Any
+from uuid import UUID
 
 import asyncpg
 import pytest
 
+from engine.flow.graphs import BuiltFlow
 from engine.flow.test_retention import RECHECK, sweep, trim
 from engine.flows import flow_of, settle
+from engine.state import all_cases, refused
 from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric import Fabric, FlowRunFailed
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.flows import FlowState, FlowStatus
+from flowfabric.model.edge import AnyOfEdges, OnSatisfied
+from flowfabric.model.explanation import ImpossibleReason
 from flowfabric.model.flow import WaitIndefinite
 from flowfabric.model.ids import ExecutionId, FlowId
 
@@ -187,3 +193,70 @@ async def test_a_flow_of_two_days_is_replayed_with_the_results_of_its_first_hour
     await clock.advance(ms=DAY + 1)
     assert await trim(engine) == 2
     assert await rows.of("retained") == []
+
+
+async def test_another_execution_with_the_id_of_a_deleted_member_is_not_taken_for_it(
+    engine: Engine, given: Given, clock: Clock, rows: Rows
+) -> None:
+    with all_cases() as case:
+        with case("its result"):
+            flow, deleted, child = await deleted_upstream(engine, given, clock, rows)
+            await given.completed(execution_id=deleted, result=b"other")
+            found = await parts_of(engine).upstreams.read_upstream_results(child, [UUID(uuid_of(deleted))])
+            assert found == []
+            members = parts_of(engine).members
+            deleted_members = await members.count_deleted(flow.flow_id)
+            assert deleted_members is not None
+            assert (deleted_members.count, deleted_members.final_count) == (1, 0)
+        with case("its edges"):
+            flow, deleted, _ = await deleted_upstream(engine, given, clock, rows)
+            other_flow = await flow_of(engine, [await given.failed(execution_id=deleted)])
+            unmet = await parts_of(engine).members.list_unmet(other_flow, limit=10)
+            assert (unmet.count, unmet.final_count) == (1, 1)
+        with case("a replay that needs it"):
+            flow, deleted, child = await deleted_upstream(engine, given, clock, rows, outcome="failed")
+            await given.completed(execution_id=deleted)
+            (edge,) = (await explained(engine, child)).edges
+            assert edge.public_state is None
+            async with rows.unchanged():
+                await refused(engine.replay_execution(child), "replay_not_allowed", deleted)
+        with case("a sibling"):
+            flow, deleted, child = await deleted_upstream(engine, given, clock, rows, is_applied=False)
+            other = await given.created(execution_id=deleted)
+            await flow.connect(await flow.add(await given.completed(execution_id=flow.mint(), lane_id="more")), child)
+            await parts_of(engine).siblings.drain()
+            (group,) = await rows.of("edge_group", downstream_id=uuid_of(child))
+            assert (group["group_state"], group["cancel_siblings_reason"]) == ("satisfied", "sibling_quorum_satisfied")
+            assert await engine.read_execution_state(other) == "waiting"
+
+
+async def explained(engine: Engine, execution_id: ExecutionId) -> ImpossibleReason:
+    """Why an execution was skipped."""
+    explanation = await engine.explain(execution_id)
+    (reason,) = [each for each in explanation.reasons if isinstance(each, ImpossibleReason)]
+    return reason
+
+
+async def deleted_upstream(
+    engine: Engine, given: Given, clock: Clock, rows: Rows, *, outcome: str = "success", is_applied: bool = True
+) -> tuple[BuiltFlow, ExecutionId, ExecutionId]:
+    """A flow that has ended, its deleted member, and the member behind that, which needs one success to run."""
+    flow = await BuiltFlow.create(given, rows)
+    upstream, child = await flow.member(lane_id="upstream", **kept_for(HOUR)), await flow.member(lane_id="child")
+    await flow.policy(child, AnyOfEdges(OnSatisfied.CANCEL_REMAINING))
+    edge = await flow.stage(upstream, child)
+    if is_applied:
+        await flow.apply(edge, upstream, child)
+    handle = (await given.claim(lane_id="upstream")).handle
+    if outcome == "success":
+        await engine.complete(handle, b"done")
+    else:
+        await engine.fail(handle, reason="no luck", classification="permanent")
+    await settle(engine, flow.flow_id)
+    if await engine.read_execution_state(child) != "skipped":
+        await engine.cancel_execution(execution_id=child, reason="x")
+    await settle(engine, flow.flow_id)
+    await clock.advance(ms=HOUR + 1)
+    assert await trim_on_request(engine) == 1
+    assert await engine.read_execution_state(upstream) is None
+    return flow, upstream, child

@@ -16,7 +16,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import siblings
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.edge import AnyOfEdges, OnSatisfied, SiblingDrain
+from flowfabric.model.edge import AnyOfEdges, OnSatisfied, SiblingDrain, SiblingReconcile
 from flowfabric.model.ids import ExecutionId
 
 pytestmark = pytest.mark.usefixtures("consistent_rows")
@@ -101,6 +101,16 @@ async def test_a_group_that_is_locked_is_not_reported_as_drained(
     for flow in (with_sibling, without):
         assert await engine.drain_sibling_cancel_group(flow.flow_id, flow.id("z")) is SiblingDrain.DRAINED
     assert await rows.of("pending_cancel_group") == []
+
+
+async def test_a_group_is_not_found_by_an_id_of_another_partition(engine: Engine, rows: Rows, sweep: Siblings) -> None:
+    flow = await decided(engine, rows)
+    elsewhere = f"{{fp:9999}}:{uuid_of(flow.id('z'))}"
+    async with rows.unchanged():
+        drained = await engine.drain_sibling_cancel_group(flow.flow_id, elsewhere)
+        reconciled = await engine.reconcile_sibling_cancel_group(flow.flow_id, elsewhere)
+    assert (drained, reconciled) == (SiblingDrain.ALREADY_DRAINED, SiblingReconcile.NO_OP)
+    assert await engine.drain_sibling_cancel_group(flow.flow_id, flow.id("z")) is SiblingDrain.DRAINED
 
 
 async def test_a_sibling_that_cannot_be_cancelled_does_not_hold_up_the_rest_of_a_long_list(

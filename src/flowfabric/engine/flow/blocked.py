@@ -12,7 +12,7 @@ from flowfabric.engine.core.quarantine import is_connection_fault, is_statement_
 from flowfabric.engine.core.row import lock_execution
 from flowfabric.engine.core.sweep import BatchSize, SweepResult
 from flowfabric.engine.flow.cascade import Cascade
-from flowfabric.engine.flow.resolve import EDGE_LIMIT, ResolvedEdges, Resolver
+from flowfabric.engine.flow.resolve import EDGE_LIMIT, ResolvedEdges, Resolver, outcome_of_upstream
 from flowfabric.engine.flow.row import check_flow_id, lock_flow_if_exists, read_flow_of
 from flowfabric.engine.store import Store
 from flowfabric.model.edge import DependenciesPromoted, DependencyResolved
@@ -185,7 +185,10 @@ class Blocked:
             rows = await transaction.fetch(
                 SQL.list_ended_upstreams, partition_key=partition, flow_id=flow_id, edge_ids=edge_ids
             )
-            edges = [(row["edge_id"], _outcome(row["terminal_outcome"])) for row in rows]
+            edges = [
+                (row["edge_id"], outcome_of_upstream(row["terminal_outcome"], context=f"edge {row['edge_id']}"))
+                for row in rows
+            ]
             return await self._resolver.resolve_edges(transaction, flow, edges) if edges else ResolvedEdges()
 
         resolved = await self._store.transact(resolve)
@@ -212,14 +215,6 @@ class Blocked:
         resolved = await self._store.transact(promote)
         await self._resolver.after_commit(resolved)
         return resolved.promoted
-
-
-def _outcome(terminal_outcome: str | None) -> CompletionOutcome:
-    """The outcome by which an edge is resolved; an upstream execution that was deleted counts as skipped.
-
-    How it ended is not known any more, and like a skipped one it will never have a result.
-    """
-    return CompletionOutcome.SKIPPED if terminal_outcome is None else CompletionOutcome[terminal_outcome.upper()]
 
 
 def _parts(stuck: Sequence[_Stuck]) -> list[list[_Stuck]]:

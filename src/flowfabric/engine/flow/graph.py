@@ -1,6 +1,6 @@
 """Graphs built step by step: flows are created, get members and edges, and edges are applied."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
@@ -8,7 +8,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.row import lock_execution_if_exists
 from flowfabric.engine.core.stored import literal
 from flowfabric.engine.core.transition import BLOCKED_BY_DEPENDENCIES
-from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver
+from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver, outcome_of_upstream
 from flowfabric.engine.flow.row import LockedFlow, check_flow_id, lock_flow, lock_flow_if_exists, lock_open_flow
 from flowfabric.engine.flow.snapshot import edge_snapshot
 from flowfabric.engine.flow.state import UNHAPPY, MemberChange, change_members
@@ -29,9 +29,17 @@ from flowfabric.model.edge import (
     parse_edge_policy,
 )
 from flowfabric.model.errors import ConflictError, error
-from flowfabric.model.event import CompletionOutcome, EventFamily
+from flowfabric.model.event import EventFamily
 from flowfabric.model.flow import Added, AlreadyMember, FlowAlreadySatisfied, FlowCreated
-from flowfabric.model.ids import EdgeId, ExecutionId, FlowId, parse_execution_id, parse_uuid, split_execution_id
+from flowfabric.model.ids import (
+    EdgeId,
+    ExecutionId,
+    FlowId,
+    check_storable,
+    parse_execution_id,
+    parse_uuid,
+    split_execution_id,
+)
 from flowfabric.model.states import EligibilityState, LifecyclePhase, TerminalOutcome
 from flowfabric.model.text import check_length, check_range, check_short
 
@@ -206,12 +214,13 @@ class Graph:
     ) -> DependencyApplied | AlreadyApplied:
         """Make a downstream execution depend on a staged edge; if it is runnable, it waits from now on.
 
-        If the upstream execution has ended, the edge is resolved in the same transaction. The kind and the data
-        reference are as staged unless they are given here; an empty reference passes no data.
+        If the upstream execution has ended or was deleted, the edge is resolved in the same transaction. The kind and
+        the data reference are as staged unless they are given here; an empty reference passes no data.
         """
         partition, flow = check_flow_id(self._store, flow_id)
         edge = EdgeId(parse_uuid(edge_id, "edge_id"))
         upstream, downstream = parse_execution_id(upstream_execution_id), parse_execution_id(downstream_execution_id)
+        check_storable(downstream)
         check_range(graph_revision, "graph_revision", 0, MAX_REVISION)
         kind = None if dependency_kind is None else check_short(dependency_kind, "dependency_kind")
         given = {"dependency_kind": kind, "data_passing_ref": _check_ref(data_passing_ref)}
@@ -234,8 +243,6 @@ class Graph:
             _check_child(row, flow, downstream)
             if row["state"] != DependencyState.STAGED:
                 return AlreadyApplied(), None
-            if row["upstream_phase"] is None:
-                raise error("execution_not_found", upstream)
             (applied,) = await transaction.fetch(
                 SQL.apply_edge, **key, **given, downstream_id=row["downstream_id"], graph_revision=graph_revision
             )
@@ -258,15 +265,14 @@ class Graph:
     async def _resolve(
         self, transaction: Transaction, flow: LockedFlow, edge: EdgeId, row: Record
     ) -> ResolvedEdges | None:
-        """Resolve an applied edge whose upstream execution has ended.
+        """Resolve an applied edge whose upstream execution has ended or was deleted.
 
         An upstream execution that ends later finds the edge: the flow stays locked until the edge is committed.
         """
-        if row["upstream_phase"] != LifecyclePhase.TERMINAL:
+        if row["upstream_phase"] not in (LifecyclePhase.TERMINAL, None):
             return None
-        outcome = literal(TerminalOutcome, row["upstream_outcome"], context=f"edge {edge}", field="terminal_outcome")
-        ended: Sequence[tuple[UUID, CompletionOutcome]] = [(edge, CompletionOutcome.of(outcome))]
-        return await self._resolver.resolve_edges(transaction, flow, ended)
+        outcome = outcome_of_upstream(row["upstream_outcome"], context=f"edge {edge}")
+        return await self._resolver.resolve_edges(transaction, flow, [(edge, outcome)])
 
     async def _exists(self, partition: int, flow: FlowId) -> bool:
         rows = await self._store.fetch(SQL.read_flow_exists, partition_key=partition, flow_id=flow)

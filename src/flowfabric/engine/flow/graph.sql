@@ -107,13 +107,14 @@ on conflict (partition_key, flow_id, downstream_id) do update
 
 -- name: read_edge_to_apply
 -- An edge of a locked flow, and the states of its upstream execution and of its downstream one, which the transaction has locked.
--- An absent execution has no state.
+-- An absent execution has no state, nor has an upstream one that is no member: another execution with the id of a deleted member.
 select e.edge_id, e.upstream_id, e.downstream_id, e.state, u.lifecycle_phase as upstream_phase, u.terminal_outcome as upstream_outcome,
        d.lifecycle_phase as downstream_phase, d.eligibility_state as downstream_eligibility, d.flow_id as downstream_flow_id
   from edge e
   left join lateral (
        select u.lifecycle_phase, u.terminal_outcome from execution u
-        where u.partition_key = e.partition_key and u.execution_id = e.upstream_id limit 1) u on true
+        where u.partition_key = e.partition_key and u.execution_id = e.upstream_id and u.flow_id is not distinct from e.flow_id
+        limit 1) u on true
   left join lateral (
        select d.lifecycle_phase, d.eligibility_state, d.flow_id from execution d
         where d.partition_key = e.partition_key and d.execution_id = e.downstream_id limit 1) d on true

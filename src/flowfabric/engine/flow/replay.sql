@@ -70,7 +70,8 @@ impossible as materialized (
             and x.flow_id is not distinct from i.flow_id and x.state::text = 'impossible' offset 0) x on true
     left join lateral (
          select u.terminal_outcome from execution u
-          where u.partition_key = x.partition_key and u.execution_id = x.upstream_id limit 1) u on true
+          where u.partition_key = x.partition_key and u.execution_id = x.upstream_id and u.flow_id is not distinct from i.flow_id
+          limit 1) u on true
 ),
 judged as materialized (
   select d.*, g.staged_count - g.succeeded_count - d.deleted as unresolved, g.needed > g.staged_count as needs_more_edges,

@@ -11,6 +11,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.core.row import Verdict
+from flowfabric.engine.core.stored import literal
 from flowfabric.engine.core.transition import PROMOTED, Move
 from flowfabric.engine.core.wakeups import CascadeKey, Work
 from flowfabric.engine.flow.row import LockedFlow
@@ -19,7 +20,7 @@ from flowfabric.engine.store import Store
 from flowfabric.model.edge import DependencyResolved, Resolution, ResolutionMarker
 from flowfabric.model.event import CompletionOutcome, EventFamily, ReleaseReason
 from flowfabric.model.ids import ExecutionId, format_execution_id
-from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, PublicState
+from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, PublicState, TerminalOutcome
 
 SQL = statements_beside(__file__)
 
@@ -207,6 +208,16 @@ class Resolver:
             ]
             resolved.verdicts = await self._lease_ends.within(transaction, resolved.skips)
         return resolved
+
+
+def outcome_of_upstream(terminal_outcome: str | None, *, context: str) -> CompletionOutcome:
+    """The outcome by which an edge is resolved whose upstream execution ended like this, or was deleted if it is None.
+
+    How a deleted one ended is not known any more: it counts as skipped, as it will never have a result.
+    """
+    if terminal_outcome is None:
+        return CompletionOutcome.SKIPPED
+    return CompletionOutcome.of(literal(TerminalOutcome, terminal_outcome, context=context, field="terminal_outcome"))
 
 
 _ALREADY_RESOLVED = DependencyResolved(resolution=Resolution.ALREADY_RESOLVED)

@@ -46,7 +46,8 @@ set_groups as (
              from edge x
             cross join lateral (
                   select e.lifecycle_phase from execution e
-                   where e.partition_key = x.partition_key and e.execution_id = x.upstream_id limit 1) e
+                   where e.partition_key = x.partition_key and e.execution_id = x.upstream_id and e.flow_id is not distinct from x.flow_id
+                   limit 1) e
             where x.downstream_id = j.downstream_id and x.partition_key is not distinct from j.partition_key
               and x.flow_id is not distinct from j.flow_id and e.lifecycle_phase <> 'terminal')
            else g.cancel_siblings_pending_members end,

@@ -151,7 +151,9 @@ class Siblings:
 
     async def _read(self, flow_id: UUID | str, downstream_execution_id: ExecutionId | str) -> _Group | None:
         partition, parsed = check_flow_id(self._store, flow_id)
-        _, uuid = row_key(parse_execution_id(downstream_execution_id))
+        own_partition, uuid = row_key(parse_execution_id(downstream_execution_id))
+        if own_partition != partition:
+            return None
         rows = await self._store.fetch(
             SQL.read_pending_group,
             partition_key=partition,

@@ -88,7 +88,9 @@ select s.lifecycle_phase, s.ownership_state, s.eligibility_state, s.blocking_rea
                         from execution u
                         left join queue q on q.queue_no = u.queue_no
                         left join kind k on k.kind_no = q.kind_no
-                       where u.partition_key = s.partition_key and u.execution_id = x.upstream_id limit 1) u on true) as unmet_edges
+                       where u.partition_key = s.partition_key and u.execution_id = x.upstream_id
+                         and u.flow_id is not distinct from s.flow_id
+                       limit 1) u on true) as unmet_edges
          from edge_group d
         where d.partition_key = s.partition_key and d.flow_id = s.flow_id and d.downstream_id = s.execution_id
           and (s.eligibility_state = 'blocked_by_dependencies' or s.terminal_outcome = 'skipped') limit 1) d on true

@@ -29,7 +29,9 @@ with unmet as materialized (
          x.edge_id is null as is_final
     from execution e
     left join lateral (
-         select x.edge_id from edge x where x.upstream_id = e.execution_id and x.partition_key = e.partition_key limit 1) x on true
+         select x.edge_id from edge x
+          where x.upstream_id = e.execution_id and x.partition_key = e.partition_key and x.flow_id is not distinct from e.flow_id
+          limit 1) x on true
    where e.flow_id = :flow_id and e.partition_key = :partition_key and e.terminal_outcome in ('failed', 'expired', 'cancelled', 'skipped')
 )
 select u.execution_id, k.execution_kind, u.terminal_outcome::text as terminal_outcome, u.rank <= 3 as is_cause,
@@ -55,7 +57,9 @@ select f.node_count, f.node_count - m.stored as deleted,
                           where x.partition_key = f.partition_key and x.flow_id = f.flow_id offset 0) x) x
            left join lateral (
                 select true as is_stored from execution e
-                 where e.partition_key = any(array[f.partition_key]) and e.execution_id = x.upstream_id limit 1) e on true
+                 where e.partition_key = any(array[f.partition_key]) and e.execution_id = x.upstream_id
+                   and e.flow_id is not distinct from f.flow_id
+                 limit 1) e on true
           where e.is_stored is null) else 0 end as deleted_final
   from flow f
  cross join lateral (select count(*)::int as stored from execution e where e.flow_id = f.flow_id) m

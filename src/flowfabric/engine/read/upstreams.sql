@@ -3,7 +3,7 @@
 -- edge is satisfied and the upstream execution has succeeded. The partition is compared outside of inbound: there, a plan made while the
 -- table is empty would scan a whole partition.
 with inbound as materialized (
-  select x.partition_key, x.edge_id, x.upstream_id, x.state, x.last_resolved_at
+  select x.partition_key, x.flow_id, x.edge_id, x.upstream_id, x.state, x.last_resolved_at
     from edge x where x.downstream_id = :execution_id::uuid
 )
 select x.edge_id, x.upstream_id, x.state::text as dependency_state, x.last_resolved_at, u.execution_kind, u.public_state, u.result_payload,
@@ -17,5 +17,5 @@ select x.edge_id, x.upstream_id, x.state::text as dependency_state, x.last_resol
          from execution u
          left join queue q on q.queue_no = u.queue_no
          left join kind k on k.kind_no = q.kind_no
-        where u.partition_key = x.partition_key and u.execution_id = x.upstream_id limit 1) u
+        where u.partition_key = x.partition_key and u.execution_id = x.upstream_id and u.flow_id is not distinct from x.flow_id limit 1) u
  where x.partition_key = :partition_key and x.upstream_id in (select unnest(:upstream_ids::uuid[]));
