@@ -15,7 +15,7 @@ from flowfabric.engine.core.transition import REPLAYED, REPLAYED_BLOCKED, target
 from flowfabric.engine.execution.retention import RECHECK_MS
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver
-from flowfabric.engine.flow.row import LockedFlow
+from flowfabric.engine.flow.row import LockedFlow, lock_flows
 from flowfabric.engine.flow.state import UNHAPPY, MemberChange, change_members
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
@@ -289,12 +289,9 @@ class Replays:
             return {}
         if waits_for is WaitsFor.FLOWS:
             await transaction.fetch(SQL.set_lock_timeout, lock_timeout=FLOW_LOCK_TIMEOUT)
-        rows = await transaction.fetch(
-            SQL.lock_free_flows if waits_for is WaitsFor.NOTHING else SQL.lock_flows,
-            partition_keys=[split_execution_id(each)[0] for each in members],
-            flow_ids=list(members.values()),
-        )
-        return {row["flow_id"]: LockedFlow(**row) for row in rows}
+        keys = [(split_execution_id(each)[0], flow_id) for each, flow_id in members.items()]
+        locked = await lock_flows(transaction, keys, waits=waits_for is not WaitsFor.NOTHING)
+        return {flow.flow_id: flow for flow in locked}
 
     async def _settled(self, transaction: Transaction, items: list[_Item], written: _Written) -> list[_Item]:
         """The executions without those of flows in which an end of one of them is still queued."""

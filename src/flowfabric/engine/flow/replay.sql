@@ -6,29 +6,9 @@ select e.partition_key, e.execution_id, e.flow_id
        select e.partition_key, e.execution_id, e.flow_id from execution e
         where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e;
 
--- fragment: flows
--- Flows in their order, up to the lock.
-select f.*
-  from (select distinct i.partition_key, i.flow_id from unnest(:partition_keys::smallint[], :flow_ids::uuid[]) as i(partition_key, flow_id)
-         order by i.partition_key, i.flow_id) i
- cross join lateral (
-       select f.partition_key, f.flow_id, f.public_flow_state, f.graph_revision, f.node_count, f.ended_at, f.cancel_reason,
-              f.cancellation_policy
-         from flow f where f.partition_key = i.partition_key and f.flow_id = i.flow_id
-
--- name: lock_flows
--- Locks flows until the transaction ends, waiting for each.
--- include: flows
-           for update) f;
-
 -- name: set_lock_timeout
 -- Limits how long the transaction waits for each row.
 select set_config('lock_timeout', :lock_timeout, true);
-
--- name: lock_free_flows
--- The same without waiting: a flow locked by another session has no row.
--- include: flows
-           for update skip locked) f;
 
 -- name: read_ended
 -- What a replay needs of executions that the transaction has locked, in the order given, each with the group of its dependencies if it
