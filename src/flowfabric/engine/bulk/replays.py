@@ -50,7 +50,7 @@ class MatchingReplays:
         """
         last = page[-1]
         listed = [one.execution_id for one in page]
-        flows = await self._flows_of(listed)
+        flows = await self._replays.read_flows_of(listed)
         with_later_members = {
             row["flow_id"]
             for row in await self._store.fetch(
@@ -107,7 +107,7 @@ class MatchingReplays:
         A flow that settles the ends of its members is locked most of the time, so its lock is waited for; and for that
         of one flow at a time, so that a flow that stays locked does not stop the replays of others.
         """
-        flows = await self._flows_of([execution_id for execution_id, _ in left])
+        flows = await self._replays.read_flows_of([execution_id for execution_id, _ in left])
         waits = pauses(*PAUSE_SECONDS)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while left and time.monotonic() + (pause := next(waits)) <= deadline:
@@ -126,11 +126,6 @@ class MatchingReplays:
                         break
             left = call.left(left)
         return list(left)
-
-    async def _flows_of(self, execution_ids: Sequence[ExecutionId]) -> dict[ExecutionId, UUID]:
-        """The flows of those of the executions that are members of one."""
-        rows = await self._store.fetch(SQL.list_member_flows, **execution_keys(execution_ids))
-        return {execution_ids[row["nth"] - 1]: row["flow_id"] for row in rows}
 
     async def _list_members(self, filters: ExecutionFilters, flow_id: UUID) -> list[ExecutionId]:
         """The members of a flow that match."""

@@ -184,6 +184,11 @@ class Replays:
         for partition_key, flow_id in written.unsettled:
             await self._cascade.settle_free(partition_key, flow_id)
 
+    async def read_flows_of(self, execution_ids: Sequence[ExecutionId]) -> dict[ExecutionId, UUID]:
+        """The flows of those of the executions that are members of one."""
+        rows = await self._store.fetch(SQL.list_flows_of, **execution_keys(execution_ids))
+        return {execution_id: flow_id for execution_id, flow_id in _flows_of(rows).items() if flow_id is not None}
+
     async def _transact(
         self,
         execution_ids: Sequence[ExecutionId],
@@ -243,7 +248,7 @@ class Replays:
     ) -> list[_Item]:
         """Lock the flows and the executions, and refuse those that may not be replayed."""
         rows = await transaction.fetch(SQL.list_flows_of, **execution_keys(execution_ids))
-        flow_of = {format_execution_id(row["partition_key"], row["execution_id"]): row["flow_id"] for row in rows}
+        flow_of = _flows_of(rows)
         flows = await self._lock_flows(transaction, flow_of, waits_for)
         waits = waits_for is WaitsFor.FLOWS_AND_EXECUTIONS
         free = [
@@ -408,6 +413,11 @@ def _behind_upstreams(
         else:
             found[execution_id] = None
     return list(found)
+
+
+def _flows_of(rows: Iterable[Record]) -> dict[ExecutionId, UUID | None]:
+    """The flow of each execution that exists, None outside of flows."""
+    return {format_execution_id(row["partition_key"], row["execution_id"]): row["flow_id"] for row in rows}
 
 
 def _keys(items: Iterable[_Item]) -> dict[str, object]:
