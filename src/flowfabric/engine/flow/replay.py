@@ -12,7 +12,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.row import execution_keys, lock_executions
 from flowfabric.engine.core.transition import REPLAYED, REPLAYED_BLOCKED, target_parameters
-from flowfabric.engine.execution.retention import RECHECK_MS
+from flowfabric.engine.execution.retained import take_ends
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver
 from flowfabric.engine.flow.row import LockedFlow, lock_flows
@@ -220,7 +220,9 @@ class Replays:
         items = await self._reset(transaction, items, written.verdicts)
         if not items:
             return
-        await self._take_ends(transaction, items)
+        ended_at = {item.execution_id: item.ended["ended_at"] for item in items}
+        likely = [(item.execution_id, at) for item in items for at in self._retain_untils(item)]
+        await take_ends(transaction, ended_at, likely)
         timeouts = [item.policy.timeout_policy for item in items]
         written.work = await transaction.fetch(
             SQL.replay_locked,
@@ -340,31 +342,6 @@ class Replays:
             item.unsatisfied = row["unresolved"] - len(item.succeeded)
         return [item for item in items if item.execution_id not in verdicts]
 
-    async def _take_ends(self, transaction: Transaction, items: Sequence[_Item]) -> None:
-        """Remove the executions from the entries of retained with their ends, which count them."""
-        ended_at = {item.execution_id: item.ended["ended_at"] for item in items}
-        likely = [(item.execution_id, at) for item in items for at in self._retain_untils(item)]
-        found = await transaction.fetch(
-            SQL.lock_ends,
-            **execution_keys(execution_id for execution_id, _ in likely),
-            ended_ats=[ended_at[execution_id] for execution_id, _ in likely],
-            retain_untils=[at for _, at in likely],
-        )
-        # Retention has held it with its flow, or the setting was another one when it ended.
-        for within_ms in (RECHECK_MS, None):
-            ids = {format_execution_id(row["partition_key"], row["execution_id"]) for row in found}
-            missing = {each: at for each, at in ended_at.items() if each not in ids}
-            if missing:
-                found += await transaction.fetch(SQL.lock_ends_anywhere, **_ends(missing), within_ms=within_ms)
-        if found:
-            await transaction.fetch(
-                SQL.take_ends,
-                partition_keys=[row["partition_key"] for row in found],
-                execution_ids=[row["execution_id"] for row in found],
-                ended_ats=[row["ended_at"] for row in found],
-                retain_untils=[row["retain_until"] for row in found],
-            )
-
     def _retain_untils(self, item: _Item) -> set[int]:
         """When the retention of an execution ends: counted from its own end, or from that of its flow."""
         retention_ms = item.ended["retention_ms"]
@@ -428,10 +405,6 @@ def _member_keys(items: Iterable[_Item]) -> dict[str, object]:
     """The keys of members with their flows, as parameters."""
     members = [(item, item.flow) for item in items if item.flow is not None]
     return {**_keys(item for item, _ in members), "flow_ids": [flow.flow_id for _, flow in members]}
-
-
-def _ends(ended_at: dict[ExecutionId, int]) -> dict[str, object]:
-    return {**execution_keys(ended_at), "ended_ats": list(ended_at.values())}
 
 
 def _change(members: Sequence[_Item]) -> MemberChange:
