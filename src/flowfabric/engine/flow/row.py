@@ -44,6 +44,12 @@ def check_flow_id(store: Store, flow_id: object) -> tuple[int, FlowId]:
     return flow_partition(parsed, store.rules.partitions.flow), parsed
 
 
+async def flow_exists(store: Store, partition_key: int, flow_id: FlowId) -> bool:
+    """Whether there is a flow with this id, for the answer of a call that would create it."""
+    rows = await store.fetch(SQL.read_flow_exists, partition_key=partition_key, flow_id=flow_id)
+    return bool(rows[0]["is_present"])
+
+
 async def lock_flows(
     transaction: Transaction, keys: Sequence[tuple[int, UUID]], *, waits: bool = True
 ) -> list[LockedFlow]:

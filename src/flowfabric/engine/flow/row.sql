@@ -18,6 +18,10 @@ select f.*
 -- include: flows
            for update skip locked) f;
 
+-- name: read_flow_exists
+-- Whether a flow exists; confirmed by a synchronous standby, as it may be the answer of a repeated call.
+select exists (select from flow where partition_key = :partition_key and flow_id = :flow_id) and ff_confirm() as is_present;
+
 -- name: read_flow_of
 -- The flow of an execution, null outside of flows; no row if the execution does not exist.
 select flow_id from execution where partition_key = :partition_key and execution_id = :execution_id;
