@@ -11,7 +11,7 @@ from flowfabric.db.database import Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
-from flowfabric.engine.core.row import Verdict
+from flowfabric.engine.core.row import Verdict, execution_keys
 from flowfabric.engine.core.transition import Move
 from flowfabric.engine.store import Store, error_of
 from flowfabric.model.errors import EngineError, error
@@ -152,18 +152,14 @@ class CancelMany:
         return [execution_id for half in halves for execution_id in await self._try(half, results, order)]
 
     async def _within(self, transaction: Transaction, execution_ids: Sequence[ExecutionId], order: _Order) -> _Tried:
-        pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
-        rows = await transaction.fetch(
-            SQL.lock_live_executions,
-            partition_keys=[partition for partition, _ in pairs],
-            execution_ids=[uuid for _, uuid in pairs],
-        )
+        uuids = [split_execution_id(execution_id)[1] for execution_id in execution_ids]
+        rows = await transaction.fetch(SQL.lock_live_executions, **execution_keys(execution_ids))
         tried = _Tried(results={}, locked=[], lease_ends=[], verdicts=[])
-        wanted = {uuid for (_, uuid), row in zip(pairs, rows, strict=True) if row["lifecycle_phase"] is not None}
+        wanted = {uuid for uuid, row in zip(uuids, rows, strict=True) if row["lifecycle_phase"] is not None}
         if wanted and order.still_wanted is not None:
             # A statement of its own: it sees what those have withdrawn that held the locks before.
             wanted = set(await order.still_wanted(transaction, sorted(wanted)))
-        for execution_id, (_, uuid), row in zip(execution_ids, pairs, rows, strict=True):
+        for execution_id, uuid, row in zip(execution_ids, uuids, rows, strict=True):
             if row["lifecycle_phase"] is not None and uuid not in wanted:
                 tried.results[execution_id] = CancelDisposition.WITHDRAWN
             elif row["lifecycle_phase"] is not None:
