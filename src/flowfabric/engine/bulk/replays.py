@@ -9,6 +9,7 @@ from typing import TypeAlias
 from uuid import UUID
 
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.batches import in_batches
 from flowfabric.engine.core.quarantine import is_connection_fault, is_statement_timeout
 from flowfabric.engine.core.row import execution_keys
 from flowfabric.engine.flow.replay import ReplayRequest, Replays, ReplayVerdict, Upstreams, WaitsFor
@@ -198,13 +199,5 @@ class _Call:
 
 def _batches(planned: Sequence[_Planned]) -> Iterator[list[ExecutionId]]:
     """The executions for one transaction after the other."""
-    batch: list[ExecutionId] = []
-    sum_of_edges = 0
-    for execution_id, edges in planned:
-        if batch and (len(batch) == REPLAY_LIMIT or sum_of_edges + edges > EDGE_LIMIT):
-            yield batch
-            batch, sum_of_edges = [], 0
-        batch.append(execution_id)
-        sum_of_edges += edges
-    if batch:
-        yield batch
+    for batch in in_batches(planned, lambda each: each[1], limit=EDGE_LIMIT, count=REPLAY_LIMIT):
+        yield [execution_id for execution_id, _ in batch]
