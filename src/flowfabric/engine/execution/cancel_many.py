@@ -23,7 +23,7 @@ SQL = statements_beside(__file__)
 
 BATCH = 256
 """How many executions one transaction cancels: its locks are held for some tens of milliseconds."""
-STREAMS = 2
+CONCURRENCY = 2
 """How many transactions of one call run at the same time."""
 PATIENCE_SECONDS = 2.0
 """How long rows that other sessions have locked are tried again: as long as a single call waits for a row."""
@@ -49,10 +49,9 @@ StillWanted = Callable[[Transaction, Sequence[str]], Awaitable[Collection[str]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Order:
-    """Why executions are cancelled, by what source, and whether they still are to be."""
+    """Why executions are cancelled, and whether they still are to be."""
 
     reason: str
-    source: str
     still_wanted: StillWanted | None
 
 
@@ -78,7 +77,6 @@ class CancelMany:
         execution_ids: Sequence[ExecutionId],
         *,
         reason: str,
-        source: str = CancelSource.OPERATOR_OVERRIDE,
         patience_seconds: float = PATIENCE_SECONDS,
         still_wanted: StillWanted | None = None,
     ) -> list[CancelResult]:
@@ -88,7 +86,7 @@ class CancelMany:
         `retry_exhausted` if they are still locked after `patience_seconds`. `still_wanted` is asked once they are
         locked, for a caller whose list may be out of date.
         """
-        order = _Order(reason=reason, source=source, still_wanted=still_wanted)
+        order = _Order(reason=reason, still_wanted=still_wanted)
         results: dict[ExecutionId, CancelResult] = {}
         deadline = time.monotonic() + patience_seconds
         waits = pauses(*PAUSE_SECONDS)
@@ -117,7 +115,7 @@ class CancelMany:
             for batch in batches:
                 locked.extend(await self._try(batch, results, order))
 
-        await asyncio.gather(*(run(batches) for _ in range(STREAMS)))
+        await asyncio.gather(*(run(batches) for _ in range(CONCURRENCY)))
         return sorted(locked, key=split_execution_id)
 
     async def _try(
@@ -168,7 +166,7 @@ class CancelMany:
                         execution_id,
                         Move.CANCELLED,
                         reason=order.reason,
-                        source=order.source,
+                        source=CancelSource.OPERATOR_OVERRIDE,
                         lost_epoch=row["lease_epoch"] if row["lifecycle_phase"] == LifecyclePhase.ACTIVE else None,
                     )
                 )
