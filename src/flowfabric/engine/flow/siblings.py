@@ -115,10 +115,10 @@ class Siblings:
         # Those that failed are skipped by the next pass, so it sees others.
         return SweepResult(done, is_full=is_cut or tried < len(groups) or len(groups) == limit)
 
-    async def reconcile(self, limit: int = GROUP_LIMIT) -> int:
+    async def reconcile(self) -> int:
         """Remove finished entries of the dispatcher; return how many."""
         removed = 0
-        for group in await self._list(limit):
+        for group in await self._list(GROUP_LIMIT):
             try:
                 removed += await self._reconcile(group) is not SiblingReconcile.NO_OP
             except EngineError as fault:
