@@ -9,6 +9,7 @@ import asyncpg
 import pytest
 
 from engine.flow.graphs import BuiltFlow
+from engine.flows import stop_cascade
 from engine.state import refused
 from fixtures import Engines, Eventually, Given, Rows
 from flowfabric.db.database import Database
@@ -177,7 +178,7 @@ async def test_a_projection_that_corrects_the_counts_wakes_the_waits(
     waiting = asyncio.create_task(engine.wait_for_flow(flow.flow_id))
     await eventually(lambda: statements[QUERY] > 0)
     # As a version without flows ends a member.
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     await engine.cancel_execution(execution_id=member, reason="not wanted")
     await connection.execute("delete from cascade_entry")
     assert await engine.project_flow_summary(flow.flow_id)
