@@ -12,8 +12,6 @@ from engine.flow.graphs import BuiltFlow
 from engine.flows import stop_cascade
 from engine.state import refused
 from fixtures import Engines, Eventually, Given, Rows
-from flowfabric.db.database import Database
-from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow.ending import FlowEndings
 from flowfabric.engine.parts import parts_of
@@ -27,19 +25,6 @@ QUERY = "list_ended_flows"
 async def flow(given: Given, rows: Rows) -> BuiltFlow:
     """An empty flow."""
     return await BuiltFlow.create(given, rows)
-
-
-@pytest.fixture
-def statements(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each statement was executed."""
-    fetch, seen = Database.fetch, Counter[str]()
-
-    async def fetch_and_count(database: Database, statement: Statement, *values: Any, **options: Any) -> Any:
-        seen[statement.name] += 1
-        return await fetch(database, statement, *values, **options)
-
-    monkeypatch.setattr(Database, "fetch", fetch_and_count)
-    return seen
 
 
 def ended(flow: BuiltFlow, status: FlowStatus) -> FlowEnded:
