@@ -160,12 +160,12 @@ class Matching:
         narrowed = await self._narrow(filters, states, extent)
         matched, refused = 0, Counter[str]()
         cursor: str | None = None
-        completed: set[UUID] = set()
+        whole_flows: set[UUID] = set()
         while (size := extent.page_size(matched)) > 0:
             page = await self._listing.list_executions(**narrowed, order=ListOrder.OLDEST, cursor=cursor, limit=size)
             execution_ids = [one.execution_id for one in page.executions]
             if has_whole_flows and execution_ids and not extent.dry_run:
-                execution_ids = await self._replays.complete_flows(page.executions, narrowed, completed)
+                execution_ids = await self._replays.with_later_members(page.executions, narrowed, whole_flows)
                 execution_ids = execution_ids[: extent.room(matched)]
             matched += len(execution_ids)
             if execution_ids and not extent.dry_run:

@@ -41,42 +41,40 @@ class MatchingReplays:
         self._listing = listing
         self._replays = replays
 
-    async def complete_flows(
-        self, page: Sequence[ExecutionSummary], filters: ExecutionFilters, completed: set[UUID]
+    async def with_later_members(
+        self, page: Sequence[ExecutionSummary], filters: ExecutionFilters, whole_flows: set[UUID]
     ) -> list[ExecutionId]:
-        """The executions of a page, completed by the later members of their flows that match, in an order to replay.
+        """The executions of a page and the later members of their flows that match, in an order to replay.
 
-        Members of flows that an earlier page has completed are left out. `completed` has these flows as long as some of
-        their members are still to be listed.
+        `whole_flows` has the flows of which earlier pages have brought all members, as long as some of these are still
+        to be listed; they are left out.
         """
         last = page[-1]
         listed = [one.execution_id for one in page]
         flows = await self._replays.read_flows_of(listed)
-        with_later_members = {
+        continued = {
             row["flow_id"]
             for row in await self._store.fetch(
                 SQL.list_flows_with_later_members,
-                flow_ids=list(completed.union(flows.values())),
+                flow_ids=list(whole_flows.union(flows.values())),
                 created_at=last.created_at,
                 execution_id=split_execution_id(last.execution_id)[1],
             )
         }
         found: list[ExecutionId] = []
-        seen: set[UUID] = set()
+        added: set[UUID] = set()
         for execution_id in listed:
             flow_id = flows.get(execution_id)
-            if flow_id is None:
-                found.append(execution_id)
-            elif flow_id in completed or flow_id in seen:
+            if flow_id in whole_flows or flow_id in added:
                 continue
-            elif flow_id in with_later_members:
-                seen.add(flow_id)
+            if flow_id is not None and flow_id in continued:
+                added.add(flow_id)
                 found += await self._list_members(filters, flow_id)
             else:
                 found.append(execution_id)
-        completed &= with_later_members
-        completed |= seen
-        if not seen:
+        whole_flows &= continued
+        whole_flows |= added
+        if not added:
             return found
         planned, _ = await self._in_order(found)
         return [execution_id for execution_id, _ in planned]
