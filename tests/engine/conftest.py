@@ -1,10 +1,14 @@
 """Fixtures of the engine tests: a clock that only the test moves, so that every timestamp has one right value."""
 
+from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from fixtures import Clock, Explain, Rows
+from flowfabric.db.database import Database
+from flowfabric.db.statements import Statement
 from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
@@ -22,6 +26,19 @@ async def clock(clock: Clock) -> Clock:
 def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable polling: only a notification (a hint) wakes a waiting claim."""
     monkeypatch.setattr(claim_family, "POLL_SECONDS", 600.0)
+
+
+@pytest.fixture
+def statements(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each statement was executed outside of transactions."""
+    fetch, seen = Database.fetch, Counter[str]()
+
+    async def fetch_and_count(database: Database, statement: Statement, *values: Any, **options: Any) -> Any:
+        seen[statement.name] += 1
+        return await fetch(database, statement, *values, **options)
+
+    monkeypatch.setattr(Database, "fetch", fetch_and_count)
+    return seen
 
 
 @pytest.fixture

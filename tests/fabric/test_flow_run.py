@@ -8,10 +8,10 @@ from uuid import UUID, uuid4
 import pytest
 
 from fixtures import Eventually, Rows
-from flowfabric import Fabric, FlowRunCancelled, FlowRunFailed, FlowStatus, RunCancelled, RunExpired, any_of
+from flowfabric import Fabric, FlowRunCancelled, FlowRunFailed, FlowStatus, Run, RunCancelled, RunExpired, any_of
 from flowfabric.errors import EngineError, InvalidInputError, NotFoundError, StateError
 from flowfabric.fabric import flow_run
-from flowfabric.outcomes import LaneState
+from flowfabric.outcomes import LaneState, PublicState
 
 TIMEOUT = 60
 
@@ -44,6 +44,11 @@ def tasks_of(fabric: Fabric) -> Any:
             raise ValueError(f"no luck {number}")
 
     return Tasks
+
+
+async def is_active(run: Run[Any]) -> bool:
+    """Whether a worker runs the run."""
+    return (await run.status()).state is PublicState.ACTIVE
 
 
 async def test_a_flow_is_counted_and_awaited_until_it_ends(fabric: Fabric) -> None:
@@ -183,11 +188,7 @@ async def test_a_cancelled_flow_cancels_its_runs(fabric: Fabric, eventually: Eve
     b = flow.add(tasks.copy, a)
     async with fabric, fabric.worker():
         run = await flow.submit()
-
-        async def is_active() -> bool:
-            return bool((await run.run(a).status()).state == "active")
-
-        await eventually(is_active)
+        await eventually(lambda: is_active(run.run(a)))
         await run.cancel("no longer wanted")
         assert await run.wait(timeout=TIMEOUT) is FlowStatus.CANCELLED
         with pytest.raises(FlowRunCancelled, match=f"flow {run.id} was cancelled: no longer wanted"):
@@ -225,11 +226,7 @@ async def test_another_cancel_covers_what_the_first_one_spared(fabric: Fabric, e
     pending = flow.add(tasks.copy, started)
     async with fabric, fabric.worker():
         run = await flow.submit()
-
-        async def is_active() -> bool:
-            return bool((await run.run(started).status()).state == "active")
-
-        await eventually(is_active)
+        await eventually(lambda: is_active(run.run(started)))
         await run.cancel("closed", policy="flow_only")
         assert (await run.status()).runs == {"active": 1, "waiting_children": 1}
         await run.cancel("what waits", policy="cancel_pending")
@@ -273,11 +270,7 @@ async def test_a_cancel_of_what_is_pending_lets_running_runs_end(fabric: Fabric,
     b = flow.add(tasks.copy, a)
     async with fabric, fabric.worker():
         run = await flow.submit()
-
-        async def is_active() -> bool:
-            return bool((await run.run(a).status()).state == "active")
-
-        await eventually(is_active)
+        await eventually(lambda: is_active(run.run(a)))
         with pytest.raises(InvalidInputError, match="cancellation_policy: expected one of"):
             await run.cancel(policy="some")  # type: ignore[arg-type]
         await run.cancel(policy="cancel_pending")

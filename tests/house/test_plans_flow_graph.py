@@ -82,7 +82,7 @@ async def test_building_and_reading_a_flow_touches_few_rows(
         "read_edge_to_apply",
         "apply_edge",
         "block_by_dependencies",
-        "count_unresolved",
+        "count_unsatisfied",
         "set_flow_tags",
         "read_flow_record",
         "read_edge",

@@ -1,12 +1,16 @@
 """Submitting a flow touches few rows, however many flows there are and whatever the planner knows."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
 
+import asyncpg
 import pytest
 
 from databases import Databases
+from engine.flow.submitting import begin, is_awaited
+from fixtures import Eventually, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.flow import FlowAlreadySatisfied, FlowEdge, FlowNode, FlowSubmitted
 from house.filled import STATISTICS, copied, filled
@@ -53,13 +57,26 @@ async def original(request: pytest.FixtureRequest, store: str, databases: Databa
         yield url
 
 
-async def test_submitting_a_flow_touches_few_rows(original: str, engine: Engine, touched: Touched) -> None:
+async def test_submitting_a_flow_touches_few_rows(
+    original: str,
+    engine: Engine,
+    connection: asyncpg.Connection,
+    rows: Rows,
+    touched: Touched,
+    eventually: Eventually,
+) -> None:
     flow_id = uuid4()
     for kind in (FlowSubmitted, FlowAlreadySatisfied):
         assert isinstance(await engine.submit_flow(**chains(1_500), flow_id=flow_id), kind)
     assert {"insert_flow", "insert_part"} <= set(touched.calls)
-    assert touched["read_submitted_flow"] <= 4
+    assert touched["read_flow_exists"] <= 4
     # Inserts read no rows.
-    assert {name: touched[name] for name in touched.calls if touched[name] > 0} == {
-        "read_submitted_flow": touched["read_submitted_flow"]
-    }
+    assert {name for name in touched.calls if touched[name] > 0} == {"read_flow_exists"}
+    # The second of two at the same time finds the flow only when it inserts it.
+    flow_id = uuid4()
+    async with connection.transaction():
+        await begin(connection, flow_id)
+        second = asyncio.create_task(engine.submit_flow(**chains(30), flow_id=flow_id))
+        await eventually(lambda: is_awaited(rows, connection))
+    assert isinstance(await second, FlowAlreadySatisfied)
+    assert touched["read_submitted_flow"] <= 4

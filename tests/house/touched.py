@@ -37,8 +37,6 @@ TABLES = (
     "cancel_backlog_member",
     "pending_cancel_group",
     "flow_tag",
-    "edge",
-    "edge_group",
 )
 """The tables that grow with the load."""
 

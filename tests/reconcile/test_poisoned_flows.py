@@ -56,7 +56,7 @@ class Scene:
         for each in (upstream.execution_id, sibling):
             await flow.connect(each, child)
         await self.engine.complete(upstream, b"done")
-        await parts_of(self.engine).cascade.settle_flow((await flow.row())["partition_key"], flow.flow_id)
+        await flow.settle()
         return sibling, child
 
 

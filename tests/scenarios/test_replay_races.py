@@ -9,7 +9,6 @@ import asyncpg
 from engine.flow.graphs import BuiltFlow
 from engine.state import rounds
 from fixtures import Clock, Given, Rows
-from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import Cancelled, Replayed
 from flowfabric.model.ids import ExecutionId
@@ -105,7 +104,7 @@ async def test_a_replay_counts_in_the_flow_that_the_execution_joins_meanwhile(
         row = await flow.row()
         assert (row["live_count"], row["unhappy_count"], row["derived_state"]) == (1, 0, "open")
         await cancel_all(one, execution_id)
-        await settle(one, flow)
+        await flow.settle()
         row = await flow.row()
         assert (row["live_count"], row["unhappy_count"], row["derived_state"]) == (0, 1, "failed")
     assert await one.find_inconsistencies() == []
@@ -124,7 +123,7 @@ async def test_replays_of_members_and_the_ends_of_others_do_not_block_each_other
             for upstream in upstreams:
                 await flow.connect(upstream, child)
         await asyncio.gather(*(one.cancel_execution(execution_id=each, reason="x") for each in upstreams))
-        await settle(one, flow)
+        await flow.settle()
         answers = await asyncio.gather(
             *(
                 outcome(engine.replay_execution(execution_id=each))
@@ -136,7 +135,7 @@ async def test_replays_of_members_and_the_ends_of_others_do_not_block_each_other
         ends = [one.cancel_execution(execution_id=each, reason="x") for each in upstreams[:2]]
         again = [outcome(other.replay_execution(execution_id=each)) for each in upstreams[:2]]
         await asyncio.gather(*ends, *again)
-        await settle(one, flow)
+        await flow.settle()
         row = await flow.row()
         ended = [
             each for each in await rows.of("execution", flow_id=flow.flow_id) if each["lifecycle_phase"] == "terminal"
@@ -144,11 +143,6 @@ async def test_replays_of_members_and_the_ends_of_others_do_not_block_each_other
         assert row["live_count"] == 6 - len(ended)
         assert row["unhappy_count"] == sum(each["terminal_outcome"] == "cancelled" for each in ended)
         await cancel_all(one, *upstreams, *children)
-        await settle(one, flow)
+        await flow.settle()
         assert (await flow.row())["live_count"] == 0
     assert await one.find_inconsistencies() == []
-
-
-async def settle(engine: Engine, flow: BuiltFlow) -> None:
-    """Settle the ends of members."""
-    await parts_of(engine).cascade.settle_flow((await flow.row())["partition_key"], flow.flow_id)

@@ -22,7 +22,6 @@ from flowfabric.db.session import NO_LIMITS, Limits, close, connect, ignored_set
 from flowfabric.db.unreachable import Unreachable
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.event.origin import keep_origin
-from flowfabric.engine.execution.results import Results
 from flowfabric.engine.flow.cancel import FlowCancel
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.store import SQL, Rules, Store, error_of
@@ -301,13 +300,11 @@ class Shutdown:
     def __init__(
         self,
         claims: Claim,
-        results: Results,
         flow_cancel: FlowCancel,
         waits: Sequence[Waits],
         drains: Sequence[Callable[[], Awaitable[None]]],
     ) -> None:
         self._claims = claims
-        self._results = results
         self._flow_cancel = flow_cancel
         self._waits = waits
         self._drains = drains
@@ -320,7 +317,6 @@ class Shutdown:
         check_range(grace_ms, "grace_ms", 0, MAX_GRACE_MS)
         began = time.monotonic()
         self._claims.refuse_waits()
-        self._results.refuse()
         for each in self._waits:
             each.refuse()
         try:
@@ -338,7 +334,6 @@ class Shutdown:
         """
         for each in self._waits:
             each.refuse()
-        await self._results.close()
         await self._flow_cancel.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):

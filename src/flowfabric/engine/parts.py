@@ -179,8 +179,8 @@ class Parts:
         waits = (self.tails, feeds, self.flow_cancel, flow_endings)
         drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
         cascades = (self.flow_cancel, self.cascade, self.siblings)
-        drains = [flow_endings.close, *(service.drain for service in (*drained, *cascades))]
-        self.shutdown = services.add(Shutdown(claims, results, self.flow_cancel, waits, drains))
+        drains = [results.close, flow_endings.close, *(service.drain for service in (*drained, *cascades))]
+        self.shutdown = services.add(Shutdown(claims, self.flow_cancel, (results, *waits), drains))
 
     @property
     def store(self) -> Store:

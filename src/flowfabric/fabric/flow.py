@@ -10,7 +10,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.fabric.arguments import encode_with_nodes, has_nodes, hidden_node, refuse_hidden
 from flowfabric.fabric.flow_run import FlowRun
 from flowfabric.fabric.node import Group, Node, check_flow_of, shown_nodes
-from flowfabric.fabric.run import Run
+from flowfabric.fabric.run import ABSENCE, Run
 from flowfabric.fabric.task import Call, Task, TaskFabric
 from flowfabric.model.edge import EdgePolicy
 from flowfabric.model.errors import EngineError, InvalidInputError, TransportError, error
@@ -156,14 +156,16 @@ class Flow:
             raise self._with_name(refused) from None
         self._is_submitted = True
         is_duplicate = isinstance(made, FlowAlreadySatisfied)
+        # Another process may have submitted another graph under this id.
+        absence = f"{ABSENCE}, or the flow that is stored under this id has another graph" if is_duplicate else ABSENCE
         runs: list[Run[Any]] = [
             Run(
                 self._fabric,
                 format_execution_id(partition, node._uuid),
                 node._task._handler,
                 is_duplicate=is_duplicate,
-                # Another process may have submitted another graph under this id.
                 is_checked=not is_duplicate,
+                absence=absence,
             )
             for node in self._nodes
         ]

@@ -11,7 +11,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read.members import DeletedMembers, FlowProgress, Members, UnmetMember, UnmetMembers
 from flowfabric.fabric.errors import RUN_ERRORS, RunError
 from flowfabric.fabric.node import Node
-from flowfabric.fabric.run import UNSERVED_SECONDS, Run, RunFabric
+from flowfabric.fabric.run import ABSENCE, UNSERVED_SECONDS, Run, RunFabric
 from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import EngineError, NotFoundError, error
 from flowfabric.model.flow import MAX_NODES, CancellationPolicy, FlowStatus, parse_cancellation_policy
@@ -110,9 +110,6 @@ class FlowRun:
         """The runs of the nodes, in their order."""
         self.is_duplicate = is_duplicate
         """Whether the flow had been submitted before."""
-        if is_duplicate:
-            for run in runs:
-                run._absence += ", or the flow that is stored under this id has another graph"
 
     def __repr__(self) -> str:
         """Return `FlowRun(<flow id>)`."""
@@ -330,7 +327,7 @@ class FlowRun:
         return f": its runs are {listed(counts)}"
 
     def _not_found(self) -> EngineError:
-        return error("flow_not_found", f"{self.id}: it was not submitted to this store, or its retention is over")
+        return error("flow_not_found", f"{self.id}: {ABSENCE}")
 
 
 def _error_of(member: UnmetMember) -> RunError:

@@ -55,6 +55,8 @@ STATE_SECONDS = 1.0
 _WAIT_IS_OVER = frozenset({"target_not_signalable", "waitpoint_closed"})
 SIGNAL_PAUSE_SECONDS = (0.02, 0.5)
 """The first and the longest pause between two checks whether the run waits for a signal."""
+ABSENCE = "it was not submitted to this store, or its retention is over"
+"""Why a run or a flow may not be found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +126,7 @@ class Run(Generic[Value]):
         *,
         is_duplicate: bool = False,
         is_checked: bool = False,
+        absence: str = ABSENCE,
     ) -> None:
         self._fabric = fabric
         self._handler = handler
@@ -134,7 +137,7 @@ class Run(Generic[Value]):
         """The id of the execution."""
         self.is_duplicate = is_duplicate
         """Whether an earlier submit with the same idempotency key had created the execution."""
-        self._absence = "it was not submitted to this store, or its retention is over"
+        self._absence = absence
         """Why the execution may not be found."""
 
     def __repr__(self) -> str:

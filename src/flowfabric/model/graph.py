@@ -15,7 +15,7 @@ MAX_SHOWN_NODES = 20
 """How many nodes of a cycle a message names."""
 
 
-class Graph(NamedTuple):
+class CheckedGraph(NamedTuple):
     """The edges of a checked graph as columns, with the positions of its nodes."""
 
     upstreams: Sequence[int]
@@ -65,7 +65,7 @@ def check_graph(
     names: Mapping[str, int],
     edges: Sequence[FlowEdge | Mapping[str, Any]],
     groups: Mapping[str, EdgePolicy | Mapping[str, Any]] | None,
-) -> Graph:
+) -> CheckedGraph:
     """Return the checked graph of these nodes, edges and groups; it has no cycle."""
     upstreams: list[int] = []
     downstreams: list[int] = []
@@ -97,7 +97,7 @@ def check_graph(
         texts = list(names)
         shown_nodes = listed([texts[node] for node in (*cycle, cycle[0])], joint=" -> ", most=MAX_SHOWN_NODES)
         raise error("cycle_detected", f"edges: {shown_nodes} is a cycle; remove one of these edges")
-    return Graph(upstreams, downstreams, kinds, refs, inbound, policies)
+    return CheckedGraph(upstreams, downstreams, kinds, refs, inbound, policies)
 
 
 _DEFAULT: EdgePolicy = AllOfEdges()

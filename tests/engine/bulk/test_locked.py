@@ -12,6 +12,7 @@ import pytest
 from engine.counts import miscounts
 from engine.flow.driving import DrivenFlow
 from engine.flow.submitting import is_awaited
+from engine.flows import stop_cascade
 from fixtures import Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.engine.bulk import replays
 from flowfabric.engine.engine import Engine
@@ -158,7 +159,7 @@ async def test_members_wait_for_an_upstream_whose_end_is_not_settled(
     monkeypatch.setattr(replays, "REPLAY_LIMIT", 1)
     flow = await DrivenFlow.submit(engine, rows, "a b locked", "a>b a>locked")
     await flow.cancel("b")
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     await flow.cancel("a")
     async with lock("execution", uuid_of(flow.id("locked"))):
         assert await engine.replay_matching(flow_id=flow.flow_id) == result(2, 0, retry_exhausted=2)
@@ -225,7 +226,7 @@ async def test_a_locked_child_of_queued_ends_stops_no_other_flow(
 ) -> None:
     # A replay that waited for the locked child would not end.
     monkeypatch.setattr(cascade, "PATIENCE_SECONDS", A_DAY)
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     pairs = "a>child b>child c>child d>child"
     flow, other = [await DrivenFlow.submit(engine, rows, "a b c d child", pairs) for _ in range(2)]
     for each in (flow, other):

@@ -164,15 +164,14 @@ async def test_a_failed_flow_runs_again_as_a_whole(engine: Engine, given: Given,
     await flow.connect(first, second)
     await flow.connect(second, third)
     await engine.cancel_execution(execution_id=first, reason="wrong input")
-    partition = (await flow.row())["partition_key"]
-    await parts_of(engine).cascade.settle_flow(partition, flow.flow_id)
+    await flow.settle()
     assert await states(engine) == ["cancelled", "skipped", "skipped"]
     assert await engine.replay_matching(flow_id=flow.flow_id) == result(3, 3)
     for execution_id in (first, second, third):
         (run,) = await claim(engine)
         assert run.execution_id == execution_id
         await engine.complete(run.handle, b"1")
-        await parts_of(engine).cascade.settle_flow(partition, flow.flow_id)
+        await flow.settle()
     assert (await flow.row())["derived_state"] == "completed"
     assert await engine.find_inconsistencies() == []
 
@@ -199,7 +198,7 @@ async def failed_flow(given: Given, rows: Rows, children: int) -> tuple[BuiltFlo
     for last in lasts:
         await flow.connect(middle, last)
     await given.engine.cancel_execution(execution_id=first, reason="wrong input")
-    await parts_of(given.engine).cascade.settle_flow((await flow.row())["partition_key"], flow.flow_id)
+    await flow.settle()
     return flow, first
 
 
@@ -257,7 +256,6 @@ async def test_a_quorum_of_more_than_its_edges_stops_no_other(
     flow = await BuiltFlow.create(given, rows)
     first, second, child = await flow.members(3)
     await flow.policy(child, {"kind": "quorum", "k": 3, "on_satisfied": "let_run"})
-    partition = (await flow.row())["partition_key"]
     for upstream in (first, second):
         await flow.connect(upstream, child)
     for outcome in outcomes:
@@ -266,7 +264,7 @@ async def test_a_quorum_of_more_than_its_edges_stops_no_other(
             await engine.complete(run.handle, b"1")
         else:
             await engine.fail(run.handle, reason="no luck", classification="permanent")
-        await parts_of(engine).cascade.settle_flow(partition, flow.flow_id)
+        await flow.settle()
     assert await engine.read_execution_state(child) is PublicState.SKIPPED
     others = [await given.failed(lane_id="others") for _ in range(3)]
     matched = 3 + 1 + outcomes.count("failed")

@@ -171,7 +171,7 @@ async def test_concurrent_cancels_of_the_same_executions_end_each_once(
         assert len(ends) == len({event["execution_id"] for event in ends}) == len(ended)
 
 
-async def test_a_thousand_siblings_are_cancelled_within_half_a_second(cancels: CancelMany, engine: Engine) -> None:
+async def test_a_thousand_executions_are_cancelled_in_seconds(cancels: CancelMany, engine: Engine) -> None:
     execution_ids = [ExecutionId(each) for each in await made(engine, *[new() for _ in range(1000)])]
     began = time.monotonic()
     assert set(await cancels.cancel(execution_ids, reason="x")) == {DONE}

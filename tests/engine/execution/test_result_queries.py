@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from fixtures import Engines, Eventually, Given
-from flowfabric.db.database import Database
-from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.parts import parts_of
@@ -17,19 +15,6 @@ from flowfabric.worker.worker import Worker
 
 QUERY = "list_results"
 CLAIM = "claim_by_route"
-
-
-@pytest.fixture
-def statements(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each statement was executed."""
-    fetch, seen = Database.fetch, Counter[str]()
-
-    async def fetch_and_count(database: Database, statement: Statement, *values: Any, **options: Any) -> Any:
-        seen[statement.name] += 1
-        return await fetch(database, statement, *values, **options)
-
-    monkeypatch.setattr(Database, "fetch", fetch_and_count)
-    return seen
 
 
 @pytest.fixture

@@ -33,10 +33,6 @@ class Flow:
         """The partition of the flow."""
         return flow_partition(self.flow_id, self._partitions.flow)
 
-    def new_id(self) -> ExecutionId:
-        """An id for a member."""
-        return mint_for_flow(self.flow_id, self._partitions)
-
     async def add(self, *execution_ids: ExecutionId) -> None:
         """Make executions members of the flow."""
         for each in execution_ids:
@@ -48,7 +44,7 @@ class Flow:
 
     async def member(self, make: Callable[..., Awaitable[Any]] | None = None, **overrides: Any) -> Any:
         """What `make`, by default `given.created`, returns for a new member."""
-        execution_id = self.new_id()
+        execution_id = self.mint()
         made = await (make or self._given.created)(execution_id=execution_id, **overrides)
         await self.add(execution_id)
         return made

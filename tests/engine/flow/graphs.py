@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID, uuid4
 
+from engine.flows import partition_of
 from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -100,6 +101,10 @@ class BuiltFlow:
         edge_id = await self.stage(upstream, downstream, **overrides)
         assert isinstance(await self.apply(edge_id, upstream, downstream), DependencyApplied)
         return edge_id
+
+    async def settle(self) -> None:
+        """Settle the queued ends of the members."""
+        await parts_of(self.engine).cascade.settle_flow(partition_of(self.engine, self.flow_id), self.flow_id)
 
     async def policy(self, downstream: str, policy: EdgePolicy | dict[str, object]) -> Any:
         """Set the policy of a group."""

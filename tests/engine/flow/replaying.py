@@ -17,12 +17,6 @@ BLOCKED = "runnable/unowned/blocked_by_dependencies/waiting_for_children/none/pe
 SHORT: dict[str, object] = {"stream_policy": {"retention_ttl_ms": 1000}}
 
 
-async def settled(flow: BuiltFlow) -> None:
-    """Settle the ends of members."""
-    row = await flow.row()
-    await parts_of(flow.engine).cascade.settle_flow(row["partition_key"], flow.flow_id)
-
-
 async def end(flow: BuiltFlow, execution_id: ExecutionId, outcome: str) -> None:
     """Run a waiting member to its end, and settle it."""
     engine = flow.engine
@@ -37,7 +31,7 @@ async def end(flow: BuiltFlow, execution_id: ExecutionId, outcome: str) -> None:
             await engine.fail_execution(**named, failure_reason="no luck", failure_category="permanent")
         else:
             await engine.complete_execution(**named, payload=b'"done"')
-    await settled(flow)
+    await flow.settle()
 
 
 async def states(flow: BuiltFlow) -> tuple[int, int, str]:

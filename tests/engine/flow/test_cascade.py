@@ -7,6 +7,7 @@ import pytest
 
 from engine.flow.driving import DrivenFlow
 from engine.flow.submitting import edges, node
+from engine.flows import stop_cascade
 from engine.state import DELAYED, WAITING, claim, refused, vector
 from engine.stream.writing import append
 from engine.waits import suspend_args
@@ -195,7 +196,7 @@ async def test_what_a_dead_process_queued_is_settled_by_a_sweep_of_another(
     engine: Engine, rows: Rows, clock: Clock, engines: Engines
 ) -> None:
     flow = await DrivenFlow.submit(engine, rows, "a b c", "a>b b>c")
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     await flow.fail("a")
     assert (await flow.states())["b"] == "waiting_children"
     other = await engines()
@@ -210,7 +211,7 @@ async def test_an_end_that_an_older_version_did_not_queue_is_found_by_the_safety
     engine: Engine, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     flow = await DrivenFlow.submit(engine, rows, "a b c d", "a>b c>d")
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     await flow.succeed("a")
     await flow.fail("c")
     # An older version ends members without queueing an entry.
@@ -224,7 +225,7 @@ async def test_an_end_that_an_older_version_did_not_queue_is_found_by_the_safety
 
 async def test_one_event_can_be_settled_by_hand_and_only_once(engine: Engine, rows: Rows) -> None:
     flow = await DrivenFlow.submit(engine, rows, "a b c", "a>b a>c")
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     await flow.succeed("a")
     (entry,) = await rows.of("cascade_entry")
     result = await engine.cascade_completion(entry["event_id"])
@@ -237,7 +238,7 @@ async def test_one_event_can_be_settled_by_hand_and_only_once(engine: Engine, ro
 async def test_one_event_with_thousands_of_edges_is_settled_by_one_call(engine: Engine, rows: Rows) -> None:
     names = [f"n{n}" for n in range(2_100)]
     flow = await DrivenFlow.submit(engine, rows, " ".join(["a", *names]), " ".join(f"a>{name}" for name in names))
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     await flow.succeed("a")
     (entry,) = await rows.of("cascade_entry")
     assert (await engine.cascade_completion(entry["event_id"])).resolved == 2_100
@@ -263,7 +264,7 @@ async def test_an_ended_child_is_not_touched(engine: Engine, rows: Rows) -> None
 async def test_entries_of_a_locked_flow_do_not_keep_those_of_others_waiting(
     engine: Engine, rows: Rows, clock: Clock, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     locked = await DrivenFlow.submit(engine, rows, "a b c d e z", "a>z")
     other = await DrivenFlow.submit(engine, rows, "a b", "a>b")
     for name in "abcde":
@@ -289,7 +290,7 @@ async def test_entries_of_a_locked_flow_do_not_keep_those_of_others_waiting(
 async def test_an_entry_whose_flow_or_child_was_deleted_does_not_stay(
     engine: Engine, rows: Rows, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     childless = await DrivenFlow.submit(engine, rows, "a b c", "a>b a>c")
     gone = await DrivenFlow.submit(engine, rows, "a b", "a>b")
     for flow in (childless, gone):

@@ -9,10 +9,9 @@ import asyncpg
 import pytest
 
 from engine.flow.graphs import BuiltFlow
+from engine.flows import stop_cascade
 from engine.state import refused
 from fixtures import Engines, Eventually, Given, Rows
-from flowfabric.db.database import Database
-from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow.ending import FlowEndings
 from flowfabric.engine.parts import parts_of
@@ -26,19 +25,6 @@ QUERY = "list_ended_flows"
 async def flow(given: Given, rows: Rows) -> BuiltFlow:
     """An empty flow."""
     return await BuiltFlow.create(given, rows)
-
-
-@pytest.fixture
-def statements(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each statement was executed."""
-    fetch, seen = Database.fetch, Counter[str]()
-
-    async def fetch_and_count(database: Database, statement: Statement, *values: Any, **options: Any) -> Any:
-        seen[statement.name] += 1
-        return await fetch(database, statement, *values, **options)
-
-    monkeypatch.setattr(Database, "fetch", fetch_and_count)
-    return seen
 
 
 def ended(flow: BuiltFlow, status: FlowStatus) -> FlowEnded:
@@ -177,7 +163,7 @@ async def test_a_projection_that_corrects_the_counts_wakes_the_waits(
     waiting = asyncio.create_task(engine.wait_for_flow(flow.flow_id))
     await eventually(lambda: statements[QUERY] > 0)
     # As a version without flows ends a member.
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     await engine.cancel_execution(execution_id=member, reason="not wanted")
     await connection.execute("delete from cascade_entry")
     assert await engine.project_flow_summary(flow.flow_id)

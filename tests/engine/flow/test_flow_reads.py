@@ -11,7 +11,6 @@ from engine.flow.submitting import node
 from engine.state import all_cases, refused
 from fixtures import Clock, Explain, Given, Rows
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.parts import parts_of
 from flowfabric.model.edge import (
     AllOfEdges,
     AnyOfEdges,
@@ -80,7 +79,7 @@ async def test_a_flow_is_described_with_its_tags_and_the_groups_that_have_edges(
         ],
     )
     await flow.engine.cancel_execution(execution_id=a, reason="not wanted")
-    await parts_of(flow.engine).cascade.settle_flow((await flow.row())["partition_key"], flow.flow_id)
+    await flow.settle()
     found = await flow.engine.describe_flow(flow.flow_id)
     assert found is not None
     groups = [(each.group_state, each.failed_count, each.running_count) for each in found.edge_groups]

@@ -8,6 +8,7 @@ import pytest
 from engine.flow.driving import DrivenFlow
 from engine.flow.graphs import BuiltFlow
 from engine.flow.submitting import node
+from engine.flows import stop_cascade
 from engine.state import refused
 from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
@@ -282,7 +283,7 @@ async def test_single_edges_are_resolved_by_hand_with_every_answer(engine: Engin
 
     passed = [FlowEdge(upstream="a", downstream="z", data_passing_ref="x")]
     flow = await DrivenFlow.submit(engine, rows, "a z", passed)
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     await flow.succeed("a")
     assert await resolve(flow, "a>z", "success") == "copied"
 

@@ -7,6 +7,7 @@ import asyncpg
 import pytest
 
 from engine.flow.driving import DrivenFlow
+from engine.flows import stop_cascade
 from fixtures import Rows, uuid_of
 from flowfabric.engine.core.wakeups import CascadeKey
 from flowfabric.engine.engine import Engine
@@ -24,7 +25,7 @@ Pass = tuple[int, bool]
 def engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine that settles at most LIMIT edges in a transaction, and only when a test tells it to."""
     monkeypatch.setattr(cascade, "EDGE_LIMIT", LIMIT)
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     return engine
 
 

@@ -5,6 +5,7 @@ import itertools
 import asyncpg
 import pytest
 
+from engine.flows import stop_cascade
 from engine.state import REPLAYED, attempts, claim, refused, vector
 from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
@@ -13,7 +14,7 @@ from flowfabric.model.execution import BulkResult, Replayed
 from flowfabric.model.states import PublicState
 
 from .graphs import BuiltFlow
-from .replaying import BLOCKED, SHORT, check, delete, edges, end, group, settled, state, states
+from .replaying import BLOCKED, SHORT, check, delete, edges, end, group, state, states
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ async def test_an_end_that_is_still_queued_is_settled_before_the_replay(
 ) -> None:
     upstream, child = await flow.members(2)
     await flow.connect(upstream, child)
-    monkeypatch.setattr(parts_of(engine).wakeups, "on_members_ended", None)
+    stop_cascade(engine)
     await engine.cancel_execution(execution_id=upstream, reason="not wanted")
     assert len(await rows.of("cascade_entry")) == 1
     assert await edges(rows, child) == {uuid_of(upstream): ("unsatisfied", False)}
@@ -123,7 +124,7 @@ async def test_a_member_that_ended_while_it_waited_waits_again(
     (run,) = await claim(engine)
     assert (run.execution_id, run.attempt_type, run.attempt_index) == (child, "replay", 0)
     await engine.complete(run.handle, b"done")
-    await settled(flow)
+    await flow.settle()
     assert await states(flow) == (0, 0, "completed")
     await check(engine, connection)
 
@@ -307,7 +308,7 @@ async def test_a_member_is_skipped_again_while_its_upstream_stays_failed(
         assert await states(flow) == (1, 1, "blocked")
         await check(engine, connection)
         await parts_of(engine).blocked.reconcile()
-        await settled(flow)
+        await flow.settle()
         assert await state(engine, child) is PublicState.SKIPPED
         assert await states(flow) == (0, 1, "failed")
         await check(engine, connection)

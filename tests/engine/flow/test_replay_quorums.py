@@ -15,7 +15,7 @@ from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import PublicState
 
 from .graphs import BuiltFlow
-from .replaying import BLOCKED, SHORT, check, delete, edges, end, group, settled, state, states
+from .replaying import BLOCKED, SHORT, check, delete, edges, end, group, state, states
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ async def test_a_member_with_a_quorum_of_more_than_its_edges_waits_for_the_next_
         await end(flow, second, "success")
     assert await state(engine, child) is PublicState.SKIPPED
     assert (await group(rows, child))[0] == "impossible"
-    await settled(flow)
+    await flow.settle()
     await check(engine, connection)
 
 
@@ -107,7 +107,7 @@ async def test_a_quorum_of_more_than_its_edges_is_skipped_again_although_a_repla
     assert await edges(rows, child) == {uuid_of(first): ("unsatisfied", False), uuid_of(second): ("satisfied", True)}
     await check(engine, connection)
     await parts_of(engine).blocked.reconcile()
-    await settled(flow)
+    await flow.settle()
     assert await state(engine, child) is PublicState.SKIPPED
     assert await group(rows, child) == ("impossible", 2, 0, 0)
     await check(engine, connection)

@@ -19,7 +19,6 @@ from .submitting import edges, flow, names_of, node, nodes, submitted
 pytestmark = pytest.mark.usefixtures("consistent_rows")
 
 BLOCKED = "runnable/unowned/blocked_by_dependencies/waiting_for_children/none/pending_first_attempt/waiting_children"
-FLOW_ID = "01234567-89ab-7def-8123-456789abcdef"
 MINUTE = 60_000
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from engine.event.following import take
 from engine.flow.graphs import BuiltFlow
+from engine.flows import stop_cascade
 from engine.state import claim, refused
 from engine.waits import suspend_run
 from fixtures import Clock, Given, Rows, uuid_of
@@ -17,7 +18,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.feeds import OperatorEventType
 from flowfabric.model.flow import FlowState, FlowSummary
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import ExecutionId, flow_partition
+from flowfabric.model.ids import ExecutionId
 from flowfabric.reconcile.loop import Reconciler
 
 INTERVAL_MS = 15_000
@@ -53,11 +54,6 @@ async def running(flow: BuiltFlow, **overrides: Any) -> Handle:
     return handle
 
 
-async def settled(flow: BuiltFlow) -> None:
-    """Settle every end of a member."""
-    await parts_of(flow.engine).cascade.settle_flow(flow_partition(flow.flow_id, 256), flow.flow_id)
-
-
 async def test_members_are_counted_by_their_public_state(flow: BuiltFlow, rows: Rows, clock: Clock) -> None:
     engine = flow.engine
     deadline = await clock.now() + 1_000
@@ -73,7 +69,7 @@ async def test_members_are_counted_by_their_public_state(flow: BuiltFlow, rows: 
     await flow.member(execution_deadline_at=deadline)
     await clock.advance(seconds=1)
     await parts_of(engine).timeouts.expire_due()
-    await settled(flow)
+    await flow.settle()
     await flow.member()
     await flow.member(delay_ms=60_000)
     await running(flow)
@@ -122,7 +118,7 @@ async def test_the_state_follows_the_members(flow: BuiltFlow, rows: Rows) -> Non
     await engine.resume_execution(execution_id=first)
     (run,) = await claim(engine, "running")
     await engine.complete(run.handle)
-    await settled(flow)
+    await flow.settle()
     # A cancelled member makes the flow failed.
     assert await states() == ("failed", "failed")
 
@@ -132,7 +128,7 @@ async def test_skipped_members_do_not_make_a_flow_failed(
 ) -> None:
     flow = await BuiltFlow.create(given, rows)
     await given.engine.complete(await running(flow))
-    await settled(flow)
+    await flow.settle()
     found = await projected(flow)
     assert (found.public_flow_state, counts(found)) == ("completed", {"completed": 1})
     # A state of its own, whatever made it: no member of this flow failed.
@@ -190,7 +186,7 @@ async def test_the_sweep_projects_each_live_flow_once_in_an_interval(
     # Once all members have ended, it is projected one last time.
     assert handle.execution_id == member
     await engine.complete(handle.handle)
-    await settled(flow)
+    await flow.settle()
     await clock.advance(ms=INTERVAL_MS)
     await reconciler.catch_up()
     assert counts(await engine.read_flow_summary(flow.flow_id)) == {"completed": 1}
@@ -264,7 +260,7 @@ async def test_a_flow_that_cannot_be_projected_does_not_stop_the_others(
 
 async def end_as_an_older_version(flow: BuiltFlow, connection: asyncpg.Connection, *members: ExecutionId) -> None:
     """Cancel members without queueing them for the cascade, as versions without flows do."""
-    parts_of(flow.engine).wakeups.on_members_ended = None
+    stop_cascade(flow.engine)
     for member in members:
         await flow.engine.cancel_execution(execution_id=member, reason="not wanted")
     await connection.execute(
@@ -296,7 +292,7 @@ async def test_ends_that_an_older_version_did_not_queue_are_counted(
 async def test_queued_ends_count_once(flow: BuiltFlow, rows: Rows) -> None:
     engine = flow.engine
     failed, completed = await running(flow), await running(flow)
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     await engine.fail(failed, reason="no luck")
     await engine.complete(completed)
     found = await projected(flow)
@@ -305,7 +301,7 @@ async def test_queued_ends_count_once(flow: BuiltFlow, rows: Rows) -> None:
     row = await flow.row()
     assert (row["live_count"], row["unhappy_count"], row["derived_state"]) == (2, 0, "open")
     assert row["project_at"] is not None
-    await settled(flow)
+    await flow.settle()
     row = await flow.row()
     assert (row["live_count"], row["unhappy_count"], row["derived_state"]) == (0, 1, "failed")
     async with rows.unchanged(without=["flow", "flow_summary"]):
@@ -318,7 +314,7 @@ async def test_deleted_members_still_count_as_failed(
 ) -> None:
     handle = await running(flow)
     await flow.engine.fail(handle, reason="no luck")
-    await settled(flow)
+    await flow.settle()
     await flow.member()
     # As retention deletes members of a flow that is still alive.
     await connection.execute("delete from execution where execution_id = $1", uuid_of(handle.execution_id))

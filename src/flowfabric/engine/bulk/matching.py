@@ -14,7 +14,7 @@ from uuid import UUID
 from flowfabric.engine.bulk.replays import MatchingReplays
 from flowfabric.engine.core.quarantine import is_connection_fault
 from flowfabric.engine.execution.cancel_many import CancelDisposition, CancelMany, CancelResult
-from flowfabric.engine.execution.priority import Priority
+from flowfabric.engine.execution.priority import Priority, check_priority
 from flowfabric.engine.flow.replay import ReplayRequest
 from flowfabric.engine.read.filters import MAX_TIME, ExecutionFilters, check_lanes, check_states, check_texts
 from flowfabric.engine.read.listing import MAX_LIMIT, Listing, ListOrder
@@ -137,12 +137,11 @@ class Matching:
 
         The filters are those of `list_executions`.
         """
-        if type(new_priority) is not int:
-            raise error("invalid_input", f"new_priority: must be an integer, got {shown(new_priority)}")
+        priority = check_priority(new_priority)
 
         async def change(execution_ids: Sequence[ExecutionId]) -> Sequence[str | None]:
             return await _each(
-                execution_ids, lambda execution_id: self._priority.change_priority(execution_id, new_priority)
+                execution_ids, lambda execution_id: self._priority.change_priority(execution_id, priority)
             )
 
         extent = _Extent(all_executions=all_executions, dry_run=dry_run, limit=limit)
@@ -161,12 +160,12 @@ class Matching:
         narrowed = await self._narrow(filters, states, extent)
         matched, refused = 0, Counter[str]()
         cursor: str | None = None
-        completed: set[UUID] = set()
+        whole_flows: set[UUID] = set()
         while (size := extent.page_size(matched)) > 0:
             page = await self._listing.list_executions(**narrowed, order=ListOrder.OLDEST, cursor=cursor, limit=size)
             execution_ids = [one.execution_id for one in page.executions]
             if has_whole_flows and execution_ids and not extent.dry_run:
-                execution_ids = await self._replays.complete_flows(page.executions, narrowed, completed)
+                execution_ids = await self._replays.with_later_members(page.executions, narrowed, whole_flows)
                 execution_ids = execution_ids[: extent.room(matched)]
             matched += len(execution_ids)
             if execution_ids and not extent.dry_run:

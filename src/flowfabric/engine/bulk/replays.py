@@ -9,6 +9,7 @@ from typing import TypeAlias
 from uuid import UUID
 
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.batches import in_batches
 from flowfabric.engine.core.quarantine import is_connection_fault, is_statement_timeout
 from flowfabric.engine.core.row import execution_keys
 from flowfabric.engine.flow.replay import ReplayRequest, Replays, ReplayVerdict, Upstreams, WaitsFor
@@ -40,42 +41,40 @@ class MatchingReplays:
         self._listing = listing
         self._replays = replays
 
-    async def complete_flows(
-        self, page: Sequence[ExecutionSummary], filters: ExecutionFilters, completed: set[UUID]
+    async def with_later_members(
+        self, page: Sequence[ExecutionSummary], filters: ExecutionFilters, whole_flows: set[UUID]
     ) -> list[ExecutionId]:
-        """The executions of a page, completed by the later members of their flows that match, in an order to replay.
+        """The executions of a page and the later members of their flows that match, in an order to replay.
 
-        Members of flows that an earlier page has completed are left out. `completed` has these flows as long as some of
-        their members are still to be listed.
+        `whole_flows` has the flows of which earlier pages have brought all members, as long as some of these are still
+        to be listed; they are left out.
         """
         last = page[-1]
         listed = [one.execution_id for one in page]
-        flows = await self._flows_of(listed)
-        with_later_members = {
+        flows = await self._replays.read_flows_of(listed)
+        continued = {
             row["flow_id"]
             for row in await self._store.fetch(
                 SQL.list_flows_with_later_members,
-                flow_ids=list(completed.union(flows.values())),
+                flow_ids=list(whole_flows.union(flows.values())),
                 created_at=last.created_at,
                 execution_id=split_execution_id(last.execution_id)[1],
             )
         }
         found: list[ExecutionId] = []
-        seen: set[UUID] = set()
+        added: set[UUID] = set()
         for execution_id in listed:
             flow_id = flows.get(execution_id)
-            if flow_id is None:
-                found.append(execution_id)
-            elif flow_id in completed or flow_id in seen:
+            if flow_id in whole_flows or flow_id in added:
                 continue
-            elif flow_id in with_later_members:
-                seen.add(flow_id)
+            if flow_id is not None and flow_id in continued:
+                added.add(flow_id)
                 found += await self._list_members(filters, flow_id)
             else:
                 found.append(execution_id)
-        completed &= with_later_members
-        completed |= seen
-        if not seen:
+        whole_flows &= continued
+        whole_flows |= added
+        if not added:
             return found
         planned, _ = await self._in_order(found)
         return [execution_id for execution_id, _ in planned]
@@ -107,7 +106,7 @@ class MatchingReplays:
         A flow that settles the ends of its members is locked most of the time, so its lock is waited for; and for that
         of one flow at a time, so that a flow that stays locked does not stop the replays of others.
         """
-        flows = await self._flows_of([execution_id for execution_id, _ in left])
+        flows = await self._replays.read_flows_of([execution_id for execution_id, _ in left])
         waits = pauses(*PAUSE_SECONDS)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while left and time.monotonic() + (pause := next(waits)) <= deadline:
@@ -126,11 +125,6 @@ class MatchingReplays:
                         break
             left = call.left(left)
         return list(left)
-
-    async def _flows_of(self, execution_ids: Sequence[ExecutionId]) -> dict[ExecutionId, UUID]:
-        """The flows of those of the executions that are members of one."""
-        rows = await self._store.fetch(SQL.list_member_flows, **execution_keys(execution_ids))
-        return {execution_ids[row["nth"] - 1]: row["flow_id"] for row in rows}
 
     async def _list_members(self, filters: ExecutionFilters, flow_id: UUID) -> list[ExecutionId]:
         """The members of a flow that match."""
@@ -203,13 +197,5 @@ class _Call:
 
 def _batches(planned: Sequence[_Planned]) -> Iterator[list[ExecutionId]]:
     """The executions for one transaction after the other."""
-    batch: list[ExecutionId] = []
-    sum_of_edges = 0
-    for execution_id, edges in planned:
-        if batch and (len(batch) == REPLAY_LIMIT or sum_of_edges + edges > EDGE_LIMIT):
-            yield batch
-            batch, sum_of_edges = [], 0
-        batch.append(execution_id)
-        sum_of_edges += edges
-    if batch:
-        yield batch
+    for batch in in_batches(planned, lambda each: each[1], limit=EDGE_LIMIT, count=REPLAY_LIMIT):
+        yield [execution_id for execution_id, _ in batch]

@@ -1,11 +1,3 @@
--- name: list_member_flows
--- The flows of those of the executions that are members of one, by their positions.
-select i.nth, e.flow_id
-  from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
- cross join lateral (
-       select e.flow_id from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e
- where e.flow_id is not null;
-
 -- name: list_flows_with_later_members
 -- Those of the flows with members after a position in the order of creation.
 select i.flow_id

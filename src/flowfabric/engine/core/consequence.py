@@ -53,9 +53,8 @@ _COLUMNS = (
 _COMPLETION_COLUMNS = ("partition_keys", "execution_ids", "lease_epochs", "lease_ids", "attempt_ids", "payloads")
 _COMPLETION = completion_parameters()
 
-
 _LOST = frozenset({Move.LEASE_EXPIRED, Move.LEASE_REVOKED})
-"""Moves that take a lease away from its holder; the row tells which."""
+"""Moves that take a lease away from its holder; its epoch is read from the row."""
 
 
 class Attachment(IntFlag):
@@ -349,7 +348,9 @@ class LeaseEnds:
                 found,
             ) = row
             if nth is None:
-                entries[found[1:-1]] = CascadeKey(delay_until, count)
+                # The row of an entry has its event, its partition and its execution, as a JSON text, in these columns.
+                event_id, partition_key, execution_id = count, delay_until, found[1:-1]
+                entries[execution_id] = CascadeKey(partition_key, event_id)
             elif nth == 0:
                 ended = count
             elif code is None:

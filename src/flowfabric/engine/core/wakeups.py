@@ -173,17 +173,14 @@ class Wakeups:
     def members_ended(self, entries: Sequence[CascadeKey]) -> None:
         """Settle these entries of the cascade in this process; what it leaves is found by a sweep of any process."""
         if self._first is not None:
-            # The event loop of the first engine may have ended.
-            with suppress(RuntimeError):
-                self._first._loop.call_soon_threadsafe(self._first.members_ended, entries)
+            self._first._call_soon(partial(self._first.members_ended, entries))
         elif self.on_members_ended is not None:
             self.on_members_ended(entries)
 
     def siblings(self) -> None:
         """Cancel the siblings of groups that were decided, in this process; a sweep finds what is left over."""
         if self._first is not None:
-            with suppress(RuntimeError):
-                self._first._loop.call_soon_threadsafe(self._first.siblings)
+            self._first._call_soon(self._first.siblings)
         elif self.on_siblings is not None:
             self.on_siblings()
 
@@ -204,9 +201,8 @@ class Wakeups:
     def events(self, *families: EventFamily) -> None:
         """Wake the feeds of these families: events were written."""
         if self._first is not None:
-            # The first engine of the process already has a connection for hints. Its event loop may have ended.
-            with suppress(RuntimeError):
-                self._first._loop.call_soon_threadsafe(partial(self._first.events, *families))
+            # The first engine of the process already has a connection for hints.
+            self._first._call_soon(partial(self._first.events, *families))
             return
         for family in families:
             self.feeds.wake(family)
@@ -256,6 +252,11 @@ class Wakeups:
         """Wake every waiting claim."""
         for lane in {*self._waiting, *self._wakes}:
             self._wake(lane)
+
+    def _call_soon(self, callback: Callable[[], None]) -> None:
+        """Call a function in the event loop of this engine, from any thread; do nothing if the loop has ended."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
 
     def _wake(self, lane_id: str) -> None:
         if lane_id in self._wakes:

@@ -11,7 +11,7 @@ from flowfabric.db.database import Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
-from flowfabric.engine.core.row import Verdict
+from flowfabric.engine.core.row import Verdict, execution_keys
 from flowfabric.engine.core.transition import Move
 from flowfabric.engine.store import Store, error_of
 from flowfabric.model.errors import EngineError, error
@@ -23,7 +23,7 @@ SQL = statements_beside(__file__)
 
 BATCH = 256
 """How many executions one transaction cancels: its locks are held for some tens of milliseconds."""
-STREAMS = 2
+CONCURRENCY = 2
 """How many transactions of one call run at the same time."""
 PATIENCE_SECONDS = 2.0
 """How long rows that other sessions have locked are tried again: as long as a single call waits for a row."""
@@ -49,10 +49,9 @@ StillWanted = Callable[[Transaction, Sequence[str]], Awaitable[Collection[str]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Order:
-    """Why executions are cancelled, by what source, and whether they still are to be."""
+    """Why executions are cancelled, and whether they still are to be."""
 
     reason: str
-    source: str
     still_wanted: StillWanted | None
 
 
@@ -78,7 +77,6 @@ class CancelMany:
         execution_ids: Sequence[ExecutionId],
         *,
         reason: str,
-        source: str = CancelSource.OPERATOR_OVERRIDE,
         patience_seconds: float = PATIENCE_SECONDS,
         still_wanted: StillWanted | None = None,
     ) -> list[CancelResult]:
@@ -88,7 +86,7 @@ class CancelMany:
         `retry_exhausted` if they are still locked after `patience_seconds`. `still_wanted` is asked once they are
         locked, for a caller whose list may be out of date.
         """
-        order = _Order(reason=reason, source=source, still_wanted=still_wanted)
+        order = _Order(reason=reason, still_wanted=still_wanted)
         results: dict[ExecutionId, CancelResult] = {}
         deadline = time.monotonic() + patience_seconds
         waits = pauses(*PAUSE_SECONDS)
@@ -117,7 +115,7 @@ class CancelMany:
             for batch in batches:
                 locked.extend(await self._try(batch, results, order))
 
-        await asyncio.gather(*(run(batches) for _ in range(STREAMS)))
+        await asyncio.gather(*(run(batches) for _ in range(CONCURRENCY)))
         return sorted(locked, key=split_execution_id)
 
     async def _try(
@@ -152,18 +150,14 @@ class CancelMany:
         return [execution_id for half in halves for execution_id in await self._try(half, results, order)]
 
     async def _within(self, transaction: Transaction, execution_ids: Sequence[ExecutionId], order: _Order) -> _Tried:
-        pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
-        rows = await transaction.fetch(
-            SQL.lock_live_executions,
-            partition_keys=[partition for partition, _ in pairs],
-            execution_ids=[uuid for _, uuid in pairs],
-        )
+        uuids = [split_execution_id(execution_id)[1] for execution_id in execution_ids]
+        rows = await transaction.fetch(SQL.lock_live_executions, **execution_keys(execution_ids))
         tried = _Tried(results={}, locked=[], lease_ends=[], verdicts=[])
-        wanted = {uuid for (_, uuid), row in zip(pairs, rows, strict=True) if row["lifecycle_phase"] is not None}
+        wanted = {uuid for uuid, row in zip(uuids, rows, strict=True) if row["lifecycle_phase"] is not None}
         if wanted and order.still_wanted is not None:
             # A statement of its own: it sees what those have withdrawn that held the locks before.
             wanted = set(await order.still_wanted(transaction, sorted(wanted)))
-        for execution_id, (_, uuid), row in zip(execution_ids, pairs, rows, strict=True):
+        for execution_id, uuid, row in zip(execution_ids, uuids, rows, strict=True):
             if row["lifecycle_phase"] is not None and uuid not in wanted:
                 tried.results[execution_id] = CancelDisposition.WITHDRAWN
             elif row["lifecycle_phase"] is not None:
@@ -172,7 +166,7 @@ class CancelMany:
                         execution_id,
                         Move.CANCELLED,
                         reason=order.reason,
-                        source=order.source,
+                        source=CancelSource.OPERATOR_OVERRIDE,
                         lost_epoch=row["lease_epoch"] if row["lifecycle_phase"] == LifecyclePhase.ACTIVE else None,
                     )
                 )

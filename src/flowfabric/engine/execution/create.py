@@ -11,6 +11,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import short_column, short_columns, statements_beside
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
+from flowfabric.engine.core.row import execution_keys
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.core.watermark import BAND_BITS
 from flowfabric.engine.execution.checking import (
@@ -30,7 +31,6 @@ from flowfabric.model.ids import (
     check_lane_id,
     format_execution_id,
     parse_execution_id,
-    split_execution_id,
 )
 from flowfabric.model.policy import dedup_window_ms, parse_policy, policy_json
 from flowfabric.model.states import PublicState
@@ -195,11 +195,9 @@ class Create:
 
     async def _find_duplicates(self, candidates: Sequence[PossibleDuplicate]) -> list[Duplicate | EngineError | None]:
         """For each: the execution it duplicates, a conflict if its key was used for other content, or None."""
-        pairs = [split_execution_id(candidate.execution_id) for candidate in candidates]
         rows = await self._store.fetch(
             SQL.list_duplicates,
-            partition_keys=[partition for partition, _ in pairs],
-            execution_ids=[uuid for _, uuid in pairs],
+            **execution_keys(candidate.execution_id for candidate in candidates),
             key_partitions=[candidate.lane_partition for candidate in candidates],
             namespaces=[candidate.namespace for candidate in candidates],
             lanes=[candidate.lane_id for candidate in candidates],

@@ -16,6 +16,13 @@ from flowfabric.model.text import shown
 SQL = statements_beside(__file__)
 
 
+def check_priority(value: object) -> int:
+    """Return a new priority, clamped to 0…9000."""
+    if type(value) is not int:
+        raise error("invalid_input", f"new_priority: must be an integer, got {shown(value)}")
+    return max(0, min(value, MAX_PRIORITY))
+
+
 class Priority:
     """The operation that changes a priority."""
 
@@ -30,9 +37,7 @@ class Priority:
         """
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
-        if type(new_priority) is not int:
-            raise error("invalid_input", f"new_priority: must be an integer, got {shown(new_priority)}")
-        priority = max(0, min(new_priority, MAX_PRIORITY))
+        priority = check_priority(new_priority)
 
         async def change(transaction: Transaction) -> list[Record]:
             locked = await lock_execution(transaction, parsed)

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.row import execution_keys
 from flowfabric.engine.core.stored import literal
 from flowfabric.engine.core.waits import SharedWaits
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import Ended
-from flowfabric.model.ids import ExecutionId, check_storable, parse_execution_id, split_execution_id
+from flowfabric.model.ids import ExecutionId, check_storable, parse_execution_id
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.text import shown
 
@@ -41,12 +42,7 @@ class Results(SharedWaits[ExecutionId, Ended]):
 
     async def _find(self, wanted: Sequence[ExecutionId]) -> Sequence[tuple[ExecutionId, Ended | EngineError]]:
         """The executions that have ended or are absent."""
-        pairs = [split_execution_id(execution_id) for execution_id in wanted]
-        rows = await self._store.fetch(
-            SQL.list_results,
-            partition_keys=[partition for partition, _ in pairs],
-            execution_ids=[uuid for _, uuid in pairs],
-        )
+        rows = await self._store.fetch(SQL.list_results, **execution_keys(wanted))
         return [(wanted[row["nth"] - 1], _ended(wanted[row["nth"] - 1], row)) for row in rows]
 
 

@@ -27,6 +27,7 @@ SWEEP_PATIENCE_SECONDS = 0.2
 DISPATCH_LIMIT = 512
 """How many members are cancelled before they are acknowledged."""
 DEFAULT_REASON = "flow_cancelled"
+"""Why members are cancelled whose flow was cancelled without a reason."""
 
 _POISON = frozenset({"validation", "bug"})
 """Categories of errors that another try would meet again."""
@@ -104,8 +105,9 @@ class CancelBacklog:
         if not owed:
             await self._ack(partition_key, flow_id, [])
             return 1
-        reason = row["reason"] or DEFAULT_REASON
-        results = await self._cancel_owed(partition_key, flow_id, owed, reason, patience_seconds=SWEEP_PATIENCE_SECONDS)
+        results = await self._cancel_owed(
+            partition_key, flow_id, owed, row["reason"], patience_seconds=SWEEP_PATIENCE_SECONDS
+        )
         ended: list[ExecutionId] = []
         for execution_id, result in zip(owed, results, strict=True):
             if not isinstance(result, EngineError):
@@ -138,7 +140,10 @@ class CancelBacklog:
             return {str(row["execution_id"]) for row in rows}
 
         return await self._cancel_many.cancel(
-            execution_ids, reason=reason, patience_seconds=patience_seconds, still_wanted=still_owed
+            execution_ids,
+            reason=reason or DEFAULT_REASON,
+            patience_seconds=patience_seconds,
+            still_wanted=still_owed,
         )
 
     async def _cancel(

@@ -8,6 +8,7 @@ from uuid import UUID
 
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.batches import in_batches
 from flowfabric.engine.core.quarantine import is_connection_fault, is_statement_timeout
 from flowfabric.engine.core.row import lock_execution
 from flowfabric.engine.core.sweep import BatchSize, SweepResult
@@ -136,7 +137,8 @@ class Blocked:
         repaired = 0
         for flow_id, found in flows.items():
             repair = partial(self._repair, None if flow_id is None else FlowId(flow_id))
-            repaired += sum([await _repair_by_halves(repair, part) for part in _parts(found)])
+            for batch in in_batches(found, lambda each: max(1, len(each.edge_ids)), limit=EDGE_LIMIT):
+                repaired += await _repair_by_halves(repair, batch)
         if repaired and reached.edges_seen is not None:
             # The resolved edges are not among the unsatisfied ones any more.
             gone = sum(len(each.edge_ids) for _, each in stuck if each.execution_id == reached.execution_id)
@@ -215,20 +217,6 @@ class Blocked:
         resolved = await self._store.transact(promote)
         await self._resolver.after_commit(resolved)
         return resolved.promoted
-
-
-def _parts(stuck: Sequence[_Stuck]) -> list[list[_Stuck]]:
-    """The executions in groups that one transaction each can repair."""
-    parts: list[list[_Stuck]] = []
-    room = 0
-    for each in stuck:
-        size = max(1, len(each.edge_ids))
-        if size > room:
-            parts.append([])
-            room = EDGE_LIMIT
-        parts[-1].append(each)
-        room -= size
-    return parts
 
 
 async def _repair_by_halves(repair: Callable[[Sequence[_Stuck]], Awaitable[int]], stuck: Sequence[_Stuck]) -> int:

@@ -14,7 +14,7 @@ from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import literal
 from flowfabric.engine.core.transition import HELD_FOR_CANCEL
-from flowfabric.engine.flow.backlog import DEFAULT_REASON, CancelBacklog
+from flowfabric.engine.flow.backlog import CancelBacklog
 from flowfabric.engine.flow.row import LockedFlow, check_flow_id, lock_flow
 from flowfabric.engine.store import Store, error_of
 from flowfabric.model.errors import EngineError, error
@@ -218,7 +218,7 @@ class FlowCancel:
     def _start_dispatch(
         self, partition: int, flow_id: FlowId, owed: Sequence[ExecutionId], reason: str
     ) -> "asyncio.Task[list[ExecutionId]]":
-        task = create_shared_task(self._backlog.dispatch(partition, flow_id, owed, reason or DEFAULT_REASON))
+        task = create_shared_task(self._backlog.dispatch(partition, flow_id, owed, reason))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_log_failure)

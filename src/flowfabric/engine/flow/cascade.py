@@ -14,7 +14,7 @@ from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.quarantine import is_connection_fault
 from flowfabric.engine.core.wakeups import CascadeKey
-from flowfabric.engine.flow.resolve import EDGE_LIMIT, ResolvedEdges, Resolver
+from flowfabric.engine.flow.resolve import EDGE_LIMIT, Resolver, Settled
 from flowfabric.engine.store import Store
 from flowfabric.model.edge import CascadeResult
 from flowfabric.model.errors import EngineError, error
@@ -179,10 +179,10 @@ class Cascade:
             self._queue.append((key, 0))
         return done.resolved
 
-    async def _settle(self, keys: Sequence[CascadeKey]) -> tuple[ResolvedEdges, list[CascadeKey], bool]:
+    async def _settle(self, keys: Sequence[CascadeKey]) -> Settled:
         """Settle entries in one transaction: at most EDGE_LIMIT edges."""
 
-        async def settle(transaction: Transaction) -> tuple[ResolvedEdges, list[CascadeKey], bool]:
+        async def settle(transaction: Transaction) -> Settled:
             return await self._resolver.settle(transaction, keys, limit=EDGE_LIMIT)
 
         done, left, is_cut = await self._store.transact(settle)

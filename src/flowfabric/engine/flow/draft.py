@@ -11,7 +11,7 @@ from flowfabric.model.edge import EdgePolicy
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.flow import FlowEdge, FlowNode
-from flowfabric.model.graph import Graph, add_name, check_graph, check_sizes, part_of
+from flowfabric.model.graph import CheckedGraph, add_name, check_graph, check_sizes, part_of
 from flowfabric.model.ids import (
     ExecutionId,
     FlowId,
@@ -56,7 +56,7 @@ class Draft:
     namespace: str
     tags: Mapping[str, str]
     names: Mapping[str, int]
-    graph: Graph
+    graph: CheckedGraph
     news: Sequence[NewExecution]
     uuids: Sequence[str]
     given_ids: Mapping[str, int]

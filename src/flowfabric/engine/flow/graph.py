@@ -9,7 +9,14 @@ from flowfabric.engine.core.row import lock_execution_if_exists
 from flowfabric.engine.core.stored import literal
 from flowfabric.engine.core.transition import BLOCKED_BY_DEPENDENCIES
 from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver, outcome_of_upstream
-from flowfabric.engine.flow.row import LockedFlow, check_flow_id, lock_flow, lock_flow_if_exists, lock_open_flow
+from flowfabric.engine.flow.row import (
+    LockedFlow,
+    check_flow_id,
+    flow_exists,
+    lock_flow,
+    lock_flow_if_exists,
+    lock_open_flow,
+)
 from flowfabric.engine.flow.snapshot import edge_snapshot
 from flowfabric.engine.flow.state import UNHAPPY, MemberChange, change_members
 from flowfabric.engine.store import Store
@@ -61,7 +68,7 @@ class Graph:
         """Create an empty flow; if there is one with this id, nothing is compared or changed."""
         partition, parsed = check_flow_id(self._store, flow_id)
         kind, namespace = check_short(flow_kind, "flow_kind"), check_short(namespace, "namespace")
-        if not await self._exists(partition, parsed):
+        if not await flow_exists(self._store, partition, parsed):
             rows = await self._store.fetch(
                 SQL.insert_empty_flow,
                 partition_key=partition,
@@ -70,7 +77,7 @@ class Graph:
                 flow_kind=kind,
             )
             # Without a row, another session has created it since; its commit is confirmed too.
-            if rows or not await self._exists(partition, parsed):
+            if rows or not await flow_exists(self._store, partition, parsed):
                 return FlowCreated(flow_id=parsed)
         return FlowAlreadySatisfied(flow_id=parsed)
 
@@ -273,10 +280,6 @@ class Graph:
             return None
         outcome = outcome_of_upstream(row["upstream_outcome"], context=f"edge {edge}")
         return await self._resolver.resolve_edges(transaction, flow, [(edge, outcome)])
-
-    async def _exists(self, partition: int, flow: FlowId) -> bool:
-        rows = await self._store.fetch(SQL.read_flow_exists, partition_key=partition, flow_id=flow)
-        return bool(rows[0]["is_present"])
 
 
 def _check_partition(

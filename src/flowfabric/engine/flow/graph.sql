@@ -1,7 +1,3 @@
--- name: read_flow_exists
--- Whether a flow exists; confirmed by a synchronous standby, as it may be the answer of a repeated call.
-select exists (select from flow where partition_key = :partition_key and flow_id = :flow_id) and ff_confirm() as is_present;
-
 -- name: insert_empty_flow
 -- Creates an empty flow; no row if there is one with its id.
 insert into flow (partition_key, flow_id, namespace_no, flow_kind, created_at, last_mutation_at)

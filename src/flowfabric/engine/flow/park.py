@@ -31,8 +31,8 @@ class ChildWaits:
         async def park(transaction: Transaction) -> tuple[LeaseEnd, Verdict | Locked]:
             # The resolution of an edge locks the child too: it comes before this decision, or finds the child waiting.
             await lock_execution(transaction, handle.execution_id)
-            rows = await transaction.fetch(SQL.count_unresolved, partition_key=partition, execution_id=uuid)
-            count = rows[0]["unresolved"] if rows else 0
+            rows = await transaction.fetch(SQL.count_unsatisfied, partition_key=partition, execution_id=uuid)
+            count = rows[0]["unsatisfied"] if rows else 0
             end = LeaseEnd(
                 handle.execution_id,
                 Move.WAITING_CHILDREN if count else Move.CHILDREN_DONE,

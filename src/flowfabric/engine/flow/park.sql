@@ -1,7 +1,7 @@
--- name: count_unresolved
--- How many applied inbound edges of an execution that the transaction has locked are unresolved, if these still decide whether it runs;
--- no row if none were ever applied.
-select g.applied_count - g.succeeded_count - g.failed_count - g.skipped_count as unresolved
+-- name: count_unsatisfied
+-- How many inbound edges of an execution that the transaction has locked are applied and not resolved; no row if its group is decided, or
+-- if it has none.
+select g.applied_count - g.succeeded_count - g.failed_count - g.skipped_count as unsatisfied
   from execution e
  cross join lateral (
        select g.* from edge_group g

@@ -12,10 +12,10 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.row import execution_keys, lock_executions
 from flowfabric.engine.core.transition import REPLAYED, REPLAYED_BLOCKED, target_parameters
-from flowfabric.engine.execution.retention import RECHECK_MS
+from flowfabric.engine.execution.retained import take_ends
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver
-from flowfabric.engine.flow.row import LockedFlow
+from flowfabric.engine.flow.row import LockedFlow, lock_flows
 from flowfabric.engine.flow.state import UNHAPPY, MemberChange, change_members
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
@@ -184,6 +184,11 @@ class Replays:
         for partition_key, flow_id in written.unsettled:
             await self._cascade.settle_free(partition_key, flow_id)
 
+    async def read_flows_of(self, execution_ids: Sequence[ExecutionId]) -> dict[ExecutionId, UUID]:
+        """The flows of those of the executions that are members of one."""
+        rows = await self._store.fetch(SQL.list_flows_of, **execution_keys(execution_ids))
+        return {execution_id: flow_id for execution_id, flow_id in _flows_of(rows).items() if flow_id is not None}
+
     async def _transact(
         self,
         execution_ids: Sequence[ExecutionId],
@@ -215,7 +220,9 @@ class Replays:
         items = await self._reset(transaction, items, written.verdicts)
         if not items:
             return
-        await self._take_ends(transaction, items)
+        ended_at = {item.execution_id: item.ended["ended_at"] for item in items}
+        likely = [(item.execution_id, at) for item in items for at in self._retain_untils(item)]
+        await take_ends(transaction, ended_at, likely)
         timeouts = [item.policy.timeout_policy for item in items]
         written.work = await transaction.fetch(
             SQL.replay_locked,
@@ -243,7 +250,7 @@ class Replays:
     ) -> list[_Item]:
         """Lock the flows and the executions, and refuse those that may not be replayed."""
         rows = await transaction.fetch(SQL.list_flows_of, **execution_keys(execution_ids))
-        flow_of = {format_execution_id(row["partition_key"], row["execution_id"]): row["flow_id"] for row in rows}
+        flow_of = _flows_of(rows)
         flows = await self._lock_flows(transaction, flow_of, waits_for)
         waits = waits_for is WaitsFor.FLOWS_AND_EXECUTIONS
         free = [
@@ -289,12 +296,9 @@ class Replays:
             return {}
         if waits_for is WaitsFor.FLOWS:
             await transaction.fetch(SQL.set_lock_timeout, lock_timeout=FLOW_LOCK_TIMEOUT)
-        rows = await transaction.fetch(
-            SQL.lock_free_flows if waits_for is WaitsFor.NOTHING else SQL.lock_flows,
-            partition_keys=[split_execution_id(each)[0] for each in members],
-            flow_ids=list(members.values()),
-        )
-        return {row["flow_id"]: LockedFlow(**row) for row in rows}
+        keys = [(split_execution_id(each)[0], flow_id) for each, flow_id in members.items()]
+        locked = await lock_flows(transaction, keys, waits=waits_for is not WaitsFor.NOTHING)
+        return {flow.flow_id: flow for flow in locked}
 
     async def _settled(self, transaction: Transaction, items: list[_Item], written: _Written) -> list[_Item]:
         """The executions without those of flows in which an end of one of them is still queued."""
@@ -337,31 +341,6 @@ class Replays:
             item.succeeded = row["succeeded"] or ()
             item.unsatisfied = row["unresolved"] - len(item.succeeded)
         return [item for item in items if item.execution_id not in verdicts]
-
-    async def _take_ends(self, transaction: Transaction, items: Sequence[_Item]) -> None:
-        """Remove the executions from the entries of retained with their ends, which count them."""
-        ended_at = {item.execution_id: item.ended["ended_at"] for item in items}
-        likely = [(item.execution_id, at) for item in items for at in self._retain_untils(item)]
-        found = await transaction.fetch(
-            SQL.lock_ends,
-            **execution_keys(execution_id for execution_id, _ in likely),
-            ended_ats=[ended_at[execution_id] for execution_id, _ in likely],
-            retain_untils=[at for _, at in likely],
-        )
-        # Retention has held it with its flow, or the setting was another one when it ended.
-        for within_ms in (RECHECK_MS, None):
-            ids = {format_execution_id(row["partition_key"], row["execution_id"]) for row in found}
-            missing = {each: at for each, at in ended_at.items() if each not in ids}
-            if missing:
-                found += await transaction.fetch(SQL.lock_ends_anywhere, **_ends(missing), within_ms=within_ms)
-        if found:
-            await transaction.fetch(
-                SQL.take_ends,
-                partition_keys=[row["partition_key"] for row in found],
-                execution_ids=[row["execution_id"] for row in found],
-                ended_ats=[row["ended_at"] for row in found],
-                retain_untils=[row["retain_until"] for row in found],
-            )
 
     def _retain_untils(self, item: _Item) -> set[int]:
         """When the retention of an execution ends: counted from its own end, or from that of its flow."""
@@ -413,6 +392,11 @@ def _behind_upstreams(
     return list(found)
 
 
+def _flows_of(rows: Iterable[Record]) -> dict[ExecutionId, UUID | None]:
+    """The flow of each execution that exists, None outside of flows."""
+    return {format_execution_id(row["partition_key"], row["execution_id"]): row["flow_id"] for row in rows}
+
+
 def _keys(items: Iterable[_Item]) -> dict[str, object]:
     return execution_keys(item.execution_id for item in items)
 
@@ -421,10 +405,6 @@ def _member_keys(items: Iterable[_Item]) -> dict[str, object]:
     """The keys of members with their flows, as parameters."""
     members = [(item, item.flow) for item in items if item.flow is not None]
     return {**_keys(item for item, _ in members), "flow_ids": [flow.flow_id for _, flow in members]}
-
-
-def _ends(ended_at: dict[ExecutionId, int]) -> dict[str, object]:
-    return {**execution_keys(ended_at), "ended_ats": list(ended_at.values())}
 
 
 def _change(members: Sequence[_Item]) -> MemberChange:

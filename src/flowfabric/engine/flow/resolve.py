@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 from uuid import UUID
 
 from flowfabric.db.batch import Locked
@@ -55,6 +56,10 @@ class ResolvedEdges:
     """For each edge given, what its resolution did."""
 
 
+Settled: TypeAlias = tuple[ResolvedEdges, list[CascadeKey], bool]
+"""What a transaction did, the entries that are left, and whether more of them can be settled at once."""
+
+
 class Resolver:
     """Resolves edges of flows that the caller's transaction has locked."""
 
@@ -99,12 +104,10 @@ class Resolver:
         resolved.answers = [found.get(edge_id, _ALREADY_RESOLVED) for edge_id, _ in edges]
         return resolved
 
-    async def settle(
-        self, transaction: Transaction, keys: Sequence[CascadeKey], *, limit: int = EDGE_LIMIT
-    ) -> tuple[ResolvedEdges, list[CascadeKey], bool]:
-        """Settle entries of the cascade that are not locked elsewhere.
+    async def settle(self, transaction: Transaction, keys: Sequence[CascadeKey], *, limit: int) -> Settled:
+        """Settle entries of the cascade that are not locked elsewhere: at most `limit` edges.
 
-        Returns what was done, the entries that are left, and whether more can be settled at once.
+        Call `after_commit` with what was done once the transaction has committed.
         """
         (locked,) = await transaction.fetch(
             SQL.lock_entries,

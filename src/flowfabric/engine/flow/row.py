@@ -1,5 +1,6 @@
 """Lock a flow's row: everything that changes a graph or resolves its edges locks it first, before any execution."""
 
+from collections.abc import Sequence
 from typing import cast
 from uuid import UUID
 
@@ -43,10 +44,31 @@ def check_flow_id(store: Store, flow_id: object) -> tuple[int, FlowId]:
     return flow_partition(parsed, store.rules.partitions.flow), parsed
 
 
+async def flow_exists(store: Store, partition_key: int, flow_id: FlowId) -> bool:
+    """Whether there is a flow with this id, for the answer of a call that would create it."""
+    rows = await store.fetch(SQL.read_flow_exists, partition_key=partition_key, flow_id=flow_id)
+    return bool(rows[0]["is_present"])
+
+
+async def lock_flows(
+    transaction: Transaction, keys: Sequence[tuple[int, UUID]], *, waits: bool = True
+) -> list[LockedFlow]:
+    """Lock the rows of flows until the transaction ends, in ascending order.
+
+    Those that do not exist are left out, and unless `waits`, those that another session has locked.
+    """
+    rows = await transaction.fetch(
+        SQL.lock_flows if waits else SQL.lock_free_flows,
+        partition_keys=[partition for partition, _ in keys],
+        flow_ids=[flow_id for _, flow_id in keys],
+    )
+    return [LockedFlow(**row) for row in rows]
+
+
 async def lock_flow_if_exists(transaction: Transaction, partition_key: int, flow_id: FlowId) -> LockedFlow | None:
     """Lock a flow's row until the transaction ends, waiting for it; return None if there is none."""
-    rows = await transaction.fetch(SQL.lock_flow, partition_key=partition_key, flow_id=flow_id)
-    return LockedFlow(**rows[0]) if rows else None
+    locked = await lock_flows(transaction, [(partition_key, flow_id)])
+    return locked[0] if locked else None
 
 
 async def lock_flow(transaction: Transaction, partition_key: int, flow_id: FlowId) -> LockedFlow:

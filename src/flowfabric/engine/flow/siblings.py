@@ -22,7 +22,6 @@ from flowfabric.engine.store import Store
 from flowfabric.model.edge import SiblingDrain, SiblingReconcile
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import ExecutionId, FlowId, format_execution_id, parse_execution_id, row_key
-from flowfabric.model.states import CancelSource
 from flowfabric.pauses import pauses
 from flowfabric.tasks import create_shared_task
 
@@ -69,10 +68,10 @@ class _Group:
 class Siblings:
     """Cancels the siblings of decided groups: at once in this process, or by a sweep of any."""
 
-    def __init__(self, store: Store, cancels: CancelMany, quarantine: Quarantine) -> None:
+    def __init__(self, store: Store, cancel_many: CancelMany, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
         self._store = store
-        self._cancels = cancels
+        self._cancel_many = cancel_many
         self._is_wanted = False
         self._task: asyncio.Task[None] | None = None
         store.wakeups.on_siblings = self._start
@@ -116,10 +115,10 @@ class Siblings:
         # Those that failed are skipped by the next pass, so it sees others.
         return SweepResult(done, is_full=is_cut or tried < len(groups) or len(groups) == limit)
 
-    async def reconcile(self, limit: int = GROUP_LIMIT) -> int:
+    async def reconcile(self) -> int:
         """Remove finished entries of the dispatcher; return how many."""
         removed = 0
-        for group in await self._list(limit):
+        for group in await self._list(GROUP_LIMIT):
             try:
                 removed += await self._reconcile(group) is not SiblingReconcile.NO_OP
             except EngineError as fault:
@@ -179,10 +178,9 @@ class Siblings:
             rows = await transaction.fetch(SQL.list_pending_siblings, **group.key, execution_ids=uuids)
             return {str(row["execution_id"]) for row in rows}
 
-        results = await self._cancels.cancel(
+        results = await self._cancel_many.cancel(
             group.members,
             reason=group.reason,
-            source=CancelSource.OPERATOR_OVERRIDE,
             patience_seconds=patience_seconds,
             still_wanted=still_pending,
         )

@@ -17,13 +17,13 @@ from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.execution.create import lane_refusal
 from flowfabric.engine.execution.submit import until_deadline
 from flowfabric.engine.flow.draft import Draft, Drafts, NewFlow
-from flowfabric.engine.flow.row import check_flow_id
+from flowfabric.engine.flow.row import check_flow_id, flow_exists
 from flowfabric.engine.store import Store, error_of
 from flowfabric.model.edge import EdgePolicy, edge_policy_columns
 from flowfabric.model.errors import EngineError, TransportError, error
 from flowfabric.model.event import EventFamily
 from flowfabric.model.flow import FlowAlreadySatisfied, FlowEdge, FlowNode, FlowSubmitted
-from flowfabric.model.ids import EdgeId, FlowId, format_execution_id, uuid7
+from flowfabric.model.ids import EdgeId, format_execution_id, uuid7
 
 SQL = statements_beside(__file__)
 
@@ -35,8 +35,6 @@ LOCK_TIMEOUT = "5s"
 """How long each try of a submission waits for another one of the same flow."""
 
 _EMPTY = slice(0, 0)
-
-_NO_IDS = {"minted_execution_id": None, "minted_edge_id": None}
 
 _MEMBER_COLUMNS = (
     "execution_ids",
@@ -103,7 +101,7 @@ class SubmitFlow:
         async def submit() -> FlowSubmitted | FlowAlreadySatisfied:
             nonlocal draft
             if draft is None:
-                if flow_id is not None and await self._exists(partition_key, parsed):
+                if flow_id is not None and await flow_exists(self._store, partition_key, parsed):
                     return FlowAlreadySatisfied(flow_id=parsed)
                 new = NewFlow(flow_kind, namespace, tags, nodes, edges, groups)
                 draft = await self._drafts.check(partition_key, parsed, new)
@@ -128,10 +126,6 @@ class SubmitFlow:
                 if refused.code != "retry_exhausted":
                     raise
         raise failed
-
-    async def _exists(self, partition_key: int, flow_id: FlowId) -> bool:
-        values = {"partition_key": partition_key, "flow_id": flow_id, **_NO_IDS}
-        return bool(await self._store.fetch(SQL.read_submitted_flow, **values))
 
     async def _insert(self, draft: Draft, *, is_minted: bool) -> FlowSubmitted | FlowAlreadySatisfied:
         await self._drafts.register(draft)

@@ -5,6 +5,7 @@ from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.batches import in_batches
 from flowfabric.engine.core.quarantine import Quarantine, is_connection_fault
 from flowfabric.engine.core.stored import literal
 from flowfabric.engine.core.sweep import SweepResult
@@ -84,7 +85,9 @@ class FlowSummaries:
     async def project_due(self) -> SweepResult:
         """Project a batch of flows whose summary is due; those locked elsewhere are left for the next batch."""
         rows = await self._store.fetch(SQL.list_due_flows, skipped=self._quarantine.skipped(), limit=FLOW_LIMIT)
-        done = sum([await self._project_together(part) for part in _parts(rows)])
+        done = 0
+        for batch in in_batches(rows, lambda row: row["node_count"], limit=MEMBER_LIMIT):
+            done += await self._project_together([(row["partition_key"], row["flow_id"]) for row in batch])
         return SweepResult(done, is_full=done > 0 and len(rows) >= FLOW_LIMIT)
 
     async def _project_together(self, flows: Sequence[FlowKey]) -> int:
@@ -135,19 +138,6 @@ class FlowSummaries:
     def _after_commit(self, *, has_changed: bool) -> None:
         if has_changed:
             self._store.wakeups.events(EventFamily.OPERATOR)
-
-
-def _parts(rows: Sequence[Record]) -> list[list[FlowKey]]:
-    """The flows in groups that together have at most MEMBER_LIMIT members, except for single flows with more."""
-    parts: list[list[FlowKey]] = []
-    room = 0
-    for row in rows:
-        if not parts or row["node_count"] > room:
-            parts.append([])
-            room = MEMBER_LIMIT
-        parts[-1].append((row["partition_key"], row["flow_id"]))
-        room -= row["node_count"]
-    return parts
 
 
 def _keys(flows: Sequence[FlowKey]) -> dict[str, object]:

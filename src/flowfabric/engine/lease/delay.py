@@ -7,7 +7,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
-from flowfabric.engine.core.row import check_lease_handle, lock_execution_if_exists
+from flowfabric.engine.core.row import check_lease_handle, execution_keys, lock_execution_if_exists
 from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.core.transition import PROMOTED, Move
 from flowfabric.engine.core.wakeups import Work
@@ -20,7 +20,6 @@ from flowfabric.model.ids import (
     check_storable,
     format_execution_id,
     parse_execution_id,
-    split_execution_id,
 )
 from flowfabric.model.lease import AlreadySatisfied, Promoted
 from flowfabric.model.policy_checks import MAX_MS
@@ -133,11 +132,4 @@ class Delays:
 
 
 def _named(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
-    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
-    return {
-        "partition_keys": [partition for partition, _ in pairs],
-        "execution_ids": [uuid for _, uuid in pairs],
-        "since": 0,
-        "skipped": [],
-        "limit": len(pairs),
-    }
+    return {**execution_keys(execution_ids), "since": 0, "skipped": [], "limit": len(execution_ids)}

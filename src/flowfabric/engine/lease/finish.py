@@ -9,7 +9,15 @@ from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
-from flowfabric.engine.core.row import DONE, GivenFence, Verdict, check_lease_handle, lock_execution, lock_executions
+from flowfabric.engine.core.row import (
+    DONE,
+    GivenFence,
+    Verdict,
+    check_lease_handle,
+    execution_keys,
+    lock_execution,
+    lock_executions,
+)
 from flowfabric.engine.core.transition import Move, after_failure
 from flowfabric.engine.store import Store
 from flowfabric.model.attempt import FailureClass, FailureReason, failure_category
@@ -244,15 +252,11 @@ class Finish:
 
     async def warn_of_reclaims(self, execution_ids: Sequence[ExecutionId]) -> None:
         """Log a warning for each execution at its hundredth reclaim, and at every hundred after that."""
-        pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
         rows: Sequence[Record] = ()
         # The claim must return its leases even if the warning fails.
         with contextlib.suppress(EngineError):
             rows = await self._store.fetch(
-                SQL.list_often_reclaimed,
-                partition_keys=[partition for partition, _ in pairs],
-                execution_ids=[uuid for _, uuid in pairs],
-                every=WARN_EVERY_RECLAIMS,
+                SQL.list_often_reclaimed, **execution_keys(execution_ids), every=WARN_EVERY_RECLAIMS
             )
         for row in rows:
             execution_id = format_execution_id(row["partition_key"], row["execution_id"])

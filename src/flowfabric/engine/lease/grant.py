@@ -9,7 +9,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import EndedLease
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.core.row import LockedWithGrant, check_named, lock_with_grant, read_with_grant
+from flowfabric.engine.core.row import LockedWithGrant, check_named, execution_keys, lock_with_grant, read_with_grant
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import CATCH_UP_SECONDS, RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.lease.claim import SQL as CLAIM_SQL
@@ -35,7 +35,6 @@ from flowfabric.model.ids import (
     check_worker_id,
     format_execution_id,
     partition_text,
-    split_execution_id,
 )
 from flowfabric.model.policy import check_capabilities, reclaim_cap
 from flowfabric.model.text import check_limit, check_range, check_text, json_text
@@ -290,9 +289,4 @@ def _optional_text(value: object, field: str) -> str | None:
 
 async def delete_grants(transaction: Transaction, ended: Sequence[EndedLease]) -> None:
     """Delete the grants of executions that ended or lost their lease."""
-    pairs = [split_execution_id(each.execution_id) for each in ended]
-    await transaction.fetch(
-        SQL.take_grants,
-        partition_keys=[partition for partition, _ in pairs],
-        execution_ids=[uuid for _, uuid in pairs],
-    )
+    await transaction.fetch(SQL.take_grants, **execution_keys(each.execution_id for each in ended))

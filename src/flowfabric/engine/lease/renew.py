@@ -6,7 +6,7 @@ from uuid import UUID
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.row import GivenFence, check_lease_handle, lock_execution, verdict_of
+from flowfabric.engine.core.row import GivenFence, check_lease_handle, execution_keys, lock_execution, verdict_of
 from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
@@ -165,10 +165,8 @@ class Renewals:
         return answers
 
     def _columns(self, handles: Sequence[Handle], *, waits: bool) -> dict[str, object]:
-        pairs = [split_execution_id(handle.execution_id) for handle in handles]
         return {
-            "partition_keys": [partition for partition, _ in pairs],
-            "execution_ids": [uuid for _, uuid in pairs],
+            **execution_keys(handle.execution_id for handle in handles),
             "lease_epochs": [handle.lease_epoch for handle in handles],
             "lease_ids": [handle.lease_id for handle in handles],
             "attempt_ids": [handle.attempt_id for handle in handles],

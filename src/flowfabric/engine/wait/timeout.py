@@ -9,7 +9,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
-from flowfabric.engine.core.row import Verdict, lock_execution_if_exists
+from flowfabric.engine.core.row import Verdict, execution_keys, lock_execution_if_exists
 from flowfabric.engine.core.transition import ESCALATED, SUSPENSION_TIMEOUTS
 from flowfabric.engine.store import Store
 from flowfabric.engine.wait.resume import TIMED_OUT, Resume, Resumes
@@ -160,7 +160,7 @@ class SuspensionTimeouts:
 
     @staticmethod
     async def _suspensions(transaction: Transaction, execution_ids: Sequence[ExecutionId]) -> list[Record]:
-        return await transaction.fetch(SQL.list_open_suspensions, **_id_columns(execution_ids))
+        return await transaction.fetch(SQL.list_open_suspensions, **execution_keys(execution_ids))
 
     async def _apply(self, transaction: Transaction, due: Sequence[_TimedOut]) -> _Applied:
         """Apply the timeouts of suspensions whose executions the transaction has locked."""
@@ -176,14 +176,14 @@ class SuspensionTimeouts:
         escalated = [each.execution_id for each in due if each.behavior is TimeoutBehavior.ESCALATE]
         if escalated:
             reason = SuspensionReason.WAITING_FOR_OPERATOR_REVIEW
-            await transaction.fetch(SQL.escalate_locked, **_id_columns(escalated), reason_code=reason, **ESCALATED)
+            await transaction.fetch(SQL.escalate_locked, **execution_keys(escalated), reason_code=reason, **ESCALATED)
         return applied
 
     async def _resume(self, transaction: Transaction, due: Sequence[_TimedOut]) -> list[Record]:
         signal_ids = [SignalId(uuid7()) for _ in due]
         await transaction.fetch(
             SQL.insert_timeout_signals,
-            **_id_columns([each.execution_id for each in due]),
+            **execution_keys(each.execution_id for each in due),
             signal_ids=signal_ids,
             suspension_ids=[each.suspension["suspension_id"] for each in due],
             now=due[0].suspension["now"],
@@ -219,11 +219,3 @@ def _is_due(suspension: Record) -> bool:
 def _timed_out(execution_id: ExecutionId, suspension: Record) -> _TimedOut:
     behavior = read_stored_timeout_behavior(suspension["timeout_behavior"])
     return _TimedOut(execution_id=execution_id, suspension=suspension, behavior=behavior)
-
-
-def _id_columns(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
-    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
-    return {
-        "partition_keys": [partition for partition, _ in pairs],
-        "execution_ids": [uuid for _, uuid in pairs],
-    }
