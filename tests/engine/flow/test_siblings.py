@@ -11,7 +11,7 @@ import pytest
 from engine.flow.driving import DrivenFlow
 from engine.flow.graphs import BuiltFlow
 from engine.state import refused, rounds
-from fixtures import Engines, Given, Rows, uuid_of
+from fixtures import Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import siblings
 from flowfabric.engine.flow.siblings import Siblings
@@ -100,6 +100,28 @@ async def test_a_group_that_is_locked_is_not_reported_as_drained(
         assert len(await rows.of("pending_cancel_group")) == 2
     for flow in (with_sibling, without):
         assert await engine.drain_sibling_cancel_group(flow.flow_id, flow.id("z")) is SiblingDrain.DRAINED
+    assert await rows.of("pending_cancel_group") == []
+
+
+async def test_a_sibling_that_is_locked_for_a_moment_is_cancelled_without_the_sweep(
+    engine: Engine,
+    rows: Rows,
+    sweep: Siblings,
+    connection: asyncpg.Connection,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(siblings, "RUN_PATIENCE_SECONDS", 60.0)
+    flow = await decided(engine, rows, "a b c")
+
+    async def is_cancelled() -> bool:
+        return await states(engine, [flow.id("c")]) == ["cancelled"]
+
+    async with locked(connection, flow.id("b")):
+        sweep._start()
+        await eventually(is_cancelled)
+    await sweep.drain()
+    assert await states(engine, [flow.id("b")]) == ["cancelled"]
     assert await rows.of("pending_cancel_group") == []
 
 
