@@ -180,6 +180,30 @@ async def test_a_sibling_that_is_replayed_after_the_sweep_has_read_its_list_is_n
     assert await rows.of("pending_cancel_group") == []
 
 
+async def test_a_sibling_that_is_listed_again_while_a_pass_is_stopped_is_cancelled_again(
+    engine: Engine, rows: Rows, sweep: Siblings
+) -> None:
+    group = {"kind": "quorum", "k": 2, "on_satisfied": "cancel_remaining"}
+    flow = await DrivenFlow.submit(engine, rows, "a b c z", "a>z b>z c>z", groups={"z": group})
+
+    async def decide() -> None:
+        for name in "ab":
+            flow.handles.clear()
+            await flow.fail(name)
+
+    await decide()
+    (stopped,) = await sweep._list(10)
+    await flow.cancel("c")
+    for name in "abcz":
+        await engine.replay_execution(execution_id=flow.id(name))
+    await decide()
+    # The pass goes on behind its cancellation of the sibling.
+    assert await sweep._take(stopped, [uuid_of(flow.id("c"))], 60) == "pending"
+    assert (await sweep.dispatch()).done == 1
+    assert await states(engine, [flow.id("c")]) == ["cancelled"]
+    assert await rows.of("pending_cancel_group") == []
+
+
 async def test_of_a_replay_and_a_sweep_at_the_same_time_the_replay_wins(
     engine: Engine, engines: Engines, rows: Rows, sweep: Siblings
 ) -> None:
