@@ -88,6 +88,7 @@ ORDERED: dict[str, set[str]] = {
     "read_retained_end": {"retained_due"},
     "list_trimmable": {"retained_due"},
     "take_flows": {"flow_retained"},
+    "list_retained_flows": {"flow_retained"},
     "take_hidden_frames": {"stream_due"},
     "list_due_streams": {"stream_due"},
     "list_due_flows": {"flow_due"},

@@ -14,11 +14,11 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import cascade
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.edge import AnyOfEdges, OnSatisfied
-from flowfabric.model.ids import ExecutionId
+from flowfabric.model.ids import ExecutionId, format_execution_id
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.reconcile.sweeps import SWEEPS
 
-MINUTE = 60_000
+MINUTE, DAY = 60_000, 86_400_000
 
 
 @dataclass
@@ -113,6 +113,17 @@ async def _has_no_group_entry(scene: Scene, child: ExecutionId) -> bool:
     return await scene.rows.of("pending_cancel_group", downstream_id=uuid_of(child)) == []
 
 
+async def _empty_flows(scene: Scene) -> list[ExecutionId]:
+    """Flows past their retention, written like the ids of executions."""
+    flows = [await scene.flow() for _ in range(3)]
+    await scene.given.clock.advance(ms=DAY)
+    return [format_execution_id((await flow.row())["partition_key"], flow.flow_id) for flow in flows]
+
+
+async def _is_deleted(scene: Scene, flow: ExecutionId) -> bool:
+    return await scene.rows.of("flow", flow_id=uuid_of(flow)) == []
+
+
 CASES = {
     "cascade": Case(sweep="cascade", make=_waiting, is_done=_shows("waiting")),
     "dependency_reconciler": Case(sweep="dependency_reconciler", make=_stuck, is_done=_shows("waiting")),
@@ -132,6 +143,7 @@ CASES = {
         table="edge_group",
         key="downstream_id",
     ),
+    "flow_retention": Case(sweep="flow_retention", make=_empty_flows, is_done=_is_deleted, table="flow", key="flow_id"),
 }
 
 
@@ -180,7 +192,8 @@ async def test_what_cannot_be_written_does_not_block_the_others(
 
     await connection.execute(f"alter table {case.table} disable trigger poison")
     parts_of(engine).cascade._set_aside.clear()
-    parts_of(engine).siblings.quarantine._failures.clear()
+    for sweep in (parts_of(engine).siblings, parts_of(engine).flow_retention):
+        sweep.quarantine._failures.clear()
     await clock.advance(ms=MINUTE)
     await reconciler.catch_up()
     assert await case.is_done(scene, bad)

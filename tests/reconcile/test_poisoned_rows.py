@@ -126,7 +126,6 @@ UNPOISONED = {
     "claim_grant_expiry",
     "worker_registry_ttl_sweep",
     "worker_identity_trim",
-    "flow_retention",
     "stream_expiry",
     "flow_projector",
     "event_partitions",

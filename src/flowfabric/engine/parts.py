@@ -151,7 +151,7 @@ class Parts:
             )
         )
         flow_endings = services.add(FlowEndings(store))
-        self.flow_retention = services.add(FlowRetention(store))
+        self.flow_retention = services.add(FlowRetention(store, Quarantine(settings.retention_trimmer_interval_s)))
         self.members = services.add(Members(store))
         self.upstreams = services.add(Upstreams(store))
 

@@ -20,7 +20,7 @@ from engine.state import (
     vector,
 )
 from engine.waits import suspend_args
-from fixtures import Clock, Engines, Given, Rows, uuid_of
+from fixtures import Clock, Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution import cancel_many
@@ -116,6 +116,28 @@ async def test_locked_rows_delay_no_other_and_are_tried_again(
         while not parts_of(engine).store.database._used:  # noqa: ASYNC110
             await asyncio.sleep(0)
     assert await waiting == [DONE] * len(locked)
+
+
+async def test_a_locked_row_is_tried_again_however_long_the_others_take(
+    cancels: CancelMany, engine: Engine, connection: asyncpg.Connection, eventually: Eventually
+) -> None:
+    locked, slow = [ExecutionId(each) for each in await made(engine, new(), new())]
+    await connection.execute(
+        "create function wait() returns trigger language plpgsql as $$begin perform pg_sleep(1); return new; end$$"
+    )
+    await connection.execute(
+        "create trigger wait before update on execution for each row "
+        f"when (old.execution_id = '{uuid_of(slow)}') execute function wait()"
+    )
+
+    async def is_cancelled() -> bool:
+        return await engine.read_execution_state(slow) == "cancelled"
+
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(locked))
+        call = asyncio.create_task(cancels.cancel([locked, slow], reason="x", patience_seconds=0.9))
+        await eventually(is_cancelled)
+    assert await call == [DONE, DONE]
 
 
 async def test_an_item_that_makes_its_batch_fail_does_not_fail_the_others(

@@ -11,7 +11,7 @@ import pytest
 from engine.flow.driving import DrivenFlow
 from engine.flow.graphs import BuiltFlow
 from engine.state import refused, rounds
-from fixtures import Engines, Given, Rows, uuid_of
+from fixtures import Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import siblings
 from flowfabric.engine.flow.siblings import Siblings
@@ -113,6 +113,28 @@ async def test_a_group_is_not_found_by_an_id_of_another_partition(engine: Engine
     assert await engine.drain_sibling_cancel_group(flow.flow_id, flow.id("z")) is SiblingDrain.DRAINED
 
 
+async def test_a_sibling_that_is_locked_for_a_moment_is_cancelled_without_the_sweep(
+    engine: Engine,
+    rows: Rows,
+    sweep: Siblings,
+    connection: asyncpg.Connection,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(siblings, "RUN_PATIENCE_SECONDS", 60.0)
+    flow = await decided(engine, rows, "a b c")
+
+    async def is_cancelled() -> bool:
+        return await states(engine, [flow.id("c")]) == ["cancelled"]
+
+    async with locked(connection, flow.id("b")):
+        sweep._start()
+        await eventually(is_cancelled)
+    await sweep.drain()
+    assert await states(engine, [flow.id("b")]) == ["cancelled"]
+    assert await rows.of("pending_cancel_group") == []
+
+
 async def test_a_sibling_that_cannot_be_cancelled_does_not_hold_up_the_rest_of_a_long_list(
     engine: Engine, rows: Rows, sweep: Siblings, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +187,30 @@ async def test_a_sibling_that_is_replayed_after_the_sweep_has_read_its_list_is_n
     await engine.replay_execution(execution_id=flow.id("b"))
     assert await sweep._drain(group) is SiblingDrain.DRAINED
     assert await states(engine, [flow.id("b"), flow.id("c")]) == ["waiting", "cancelled"]
+    assert await rows.of("pending_cancel_group") == []
+
+
+async def test_a_sibling_that_is_listed_again_while_a_pass_is_stopped_is_cancelled_again(
+    engine: Engine, rows: Rows, sweep: Siblings
+) -> None:
+    group = {"kind": "quorum", "k": 2, "on_satisfied": "cancel_remaining"}
+    flow = await DrivenFlow.submit(engine, rows, "a b c z", "a>z b>z c>z", groups={"z": group})
+
+    async def decide() -> None:
+        for name in "ab":
+            flow.handles.clear()
+            await flow.fail(name)
+
+    await decide()
+    (stopped,) = await sweep._list(10)
+    await flow.cancel("c")
+    for name in "abcz":
+        await engine.replay_execution(execution_id=flow.id(name))
+    await decide()
+    # The pass goes on behind its cancellation of the sibling.
+    assert await sweep._take(stopped, [uuid_of(flow.id("c"))], 60) == "pending"
+    assert (await sweep.dispatch()).done == 1
+    assert await states(engine, [flow.id("c")]) == ["cancelled"]
     assert await rows.of("pending_cancel_group") == []
 
 

@@ -83,21 +83,18 @@ class CancelMany:
         """Cancel executions and return what became of each, in the order given.
 
         Those that other sessions have locked are tried again once the others are cancelled. They get the error
-        `retry_exhausted` if they are still locked after `patience_seconds`. `still_wanted` is asked once they are
+        `retry_exhausted` if they are still locked `patience_seconds` after that. `still_wanted` is asked once they are
         locked, for a caller whose list may be out of date.
         """
         order = _Order(reason=reason, still_wanted=still_wanted)
         results: dict[ExecutionId, CancelResult] = {}
-        deadline = time.monotonic() + patience_seconds
         waits = pauses(*PAUSE_SECONDS)
         # Every statement over several executions takes them in ascending order.
-        remaining = sorted(dict.fromkeys(execution_ids), key=split_execution_id)
-        while True:
-            remaining = await self._pass(remaining, results, order)
-            pause = next(waits)
-            if not remaining or time.monotonic() + pause > deadline:
-                break
+        remaining = await self._pass(sorted(dict.fromkeys(execution_ids), key=split_execution_id), results, order)
+        deadline = time.monotonic() + patience_seconds
+        while remaining and time.monotonic() + (pause := next(waits)) <= deadline:
             await asyncio.sleep(pause)
+            remaining = await self._pass(remaining, results, order)
         for execution_id in remaining:
             results[execution_id] = error(
                 "retry_exhausted", f"execution {execution_id} is locked by another session; it was not cancelled"

@@ -1,14 +1,16 @@
 -- name: take_flows
--- Deletes flows without members, among up to :limit that are due and not locked: those that ended, and whose graph was last changed, at
--- least :retention_ms ago. Up to :rows edges and as many groups go first; the flows themselves go when none are left. Any other due flow
--- is due again when its retention is over, or after :recheck_ms. Returns how many flows were deleted and looked at, and whether edges or
--- groups are left (has_more).
+-- Deletes flows without members, among up to :limit that are due and not locked, only those in :only unless that is null, and none of
+-- :skipped: those that ended, and whose graph was last changed, at least :retention_ms ago. Up to :rows edges and as many groups go first;
+-- the flows themselves go when none are left. Any other due flow is due again when its retention is over, or after :recheck_ms. Returns
+-- how many flows were deleted and looked at, and whether edges or groups are left (has_more).
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select f.ctid as tid, f.partition_key, f.flow_id, f.live_count, greatest(f.last_mutation_at, f.ended_at) as changed_at, c.now
     from clock c
    cross join lateral (
-         select f.ctid, f.* from flow f where f.retain_until <= c.now order by f.retain_until limit :limit for update skip locked) f
+         select f.ctid, f.* from flow f
+          where f.retain_until <= c.now and f.flow_id <> all(:skipped::uuid[]) and (:only::uuid[] is null or f.flow_id = any(:only))
+          order by f.retain_until limit :limit for update skip locked) f
 ),
 -- What the flow row says is of the locked row: the graph of a flow changes only under its lock.
 spent as materialized (
@@ -58,3 +60,9 @@ kept as (
    where f.ctid = d.tid and d.tid not in (select tid from spent)
 )
 select (select count(*) from deleted) as deleted, (select count(*) from due) as looked_at, has_more from rest;
+
+-- name: list_retained_flows
+-- The flows that are due except :skipped, the longest first.
+select f.partition_key, f.flow_id from flow f
+ where f.retain_until <= (select ff_now()) and f.flow_id <> all(:skipped::uuid[])
+ order by f.retain_until limit :limit;

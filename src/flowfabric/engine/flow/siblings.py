@@ -31,6 +31,8 @@ GROUP_LIMIT = 50
 """How many groups one pass handles."""
 MEMBER_LIMIT = 1024
 """How many siblings of a group one pass cancels."""
+RUN_PATIENCE_SECONDS = 0.2
+"""How long the process that decided a group tries locked siblings again; the sweep leaves them, as others share it."""
 GROUP_PATIENCE_SECONDS = 0.2
 """How long a pass tries a locked group again: the cascade locks it for a moment while it settles ends of siblings."""
 DEFAULT_REASON = "sibling_quorum_satisfied"
@@ -95,9 +97,13 @@ class Siblings:
         group = await self._read(flow_id, downstream_execution_id)
         return SiblingReconcile.NO_OP if group is None else await self._reconcile(group)
 
-    async def dispatch(self, limit: int = GROUP_LIMIT) -> SweepResult:
-        """Cancel siblings of the groups that have waited longest, for a limited time; return of how many groups."""
-        until = time.monotonic() + PASS_SECONDS
+    async def dispatch(self, limit: int = GROUP_LIMIT, *, patience_seconds: float = 0.0) -> SweepResult:
+        """Cancel siblings of the groups that have waited longest, for a limited time; return of how many groups.
+
+        Siblings that other sessions have locked are tried again for `patience_seconds`, then with their whole group by
+        a later pass. Behind a group that stayed locked, the pass waits for no other.
+        """
+        until = time.monotonic() + PASS_SECONDS + patience_seconds
         groups = await self._list(limit)
         tried = done = 0
         is_cut = False
@@ -106,12 +112,13 @@ class Siblings:
                 break
             tried += 1
             try:
-                is_cut |= await self._drain(group) is None
+                is_cut |= await self._drain(group, patience_seconds=patience_seconds) is None
                 done += 1
             except EngineError as fault:
                 if is_connection_fault(fault):
                     raise
                 self.quarantine.failed(group.execution_id, fault)
+                patience_seconds = 0.0
         # Those that failed are skipped by the next pass, so it sees others.
         return SweepResult(done, is_full=is_cut or tried < len(groups) or len(groups) == limit)
 
@@ -141,7 +148,8 @@ class Siblings:
         try:
             while self._is_wanted:
                 self._is_wanted = False
-                while (swept := await self.dispatch()).done and swept.is_full:
+                # Among many running siblings, one is mostly locked for a moment, by a call of its worker.
+                while (swept := await self.dispatch(patience_seconds=RUN_PATIENCE_SECONDS)).done and swept.is_full:
                     pass
         except EngineError as fault:
             logger.debug("siblings are left to the sweep: %s", fault)

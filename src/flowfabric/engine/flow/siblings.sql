@@ -33,8 +33,8 @@ select m.execution_id
 
 -- name: take_siblings
 -- Removes siblings that need no cancellation any more from the list of a group, unless another session has locked the group; with the
--- last one, the flag of the group is cleared and its entry deleted. Returns what became of the entry: taken; gone, if it was before;
--- pending, if siblings are left; locked.
+-- last one, the flag of the group is cleared and its entry deleted. A sibling that lives stays: a replay has taken it from the list, and
+-- the group was decided again. Returns what became of the entry: taken; gone, if it was before; pending, if siblings are left; locked.
 with held as materialized (
   select g.cancel_siblings_pending_members as members from edge_group g
    where g.partition_key = :partition_key and g.flow_id = :flow_id and g.downstream_id = :downstream_id
@@ -43,7 +43,9 @@ with held as materialized (
 judged as materialized (
   select array(
            select m.execution_id from unnest(h.members) with ordinality as m(execution_id, nth)
-            where m.execution_id not in (select unnest(:handled::uuid[]))
+            where m.execution_id not in (select unnest(:handled::uuid[])) or exists (
+                  select from execution e
+                   where e.partition_key = :partition_key and e.execution_id = m.execution_id and e.lifecycle_phase <> 'terminal' offset 0)
             order by m.nth) as members
     from held h
 ),
