@@ -19,7 +19,7 @@ from flowfabric.model.flow import (
     WaitIndefinite,
 )
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import ExecutionId
+from flowfabric.model.ids import ExecutionId, format_execution_id, split_execution_id
 
 from .conftest import NewFlow
 from .flows import (
@@ -114,6 +114,16 @@ async def test_acknowledging_the_last_members_at_the_same_time_leaves_no_header(
         for each in (first, second):
             await engine.cancel_execution(execution_id=each, reason="the next round follows")
         await eventually(lambda flow=flow: is_settled(rows, flow))
+
+
+async def test_an_id_of_another_partition_acknowledges_no_member(flows: NewFlow, rows: Rows, engine: Engine) -> None:
+    flow = await flows()
+    (member,) = await flow.members(1)
+    await flow.cancel_header()
+    partition, uuid = split_execution_id(member)
+    async with rows.unchanged():
+        await engine.ack_cancel_member(flow.flow_id, format_execution_id(partition ^ 1, uuid))
+    assert await cancel_owed(engine, flow, [member]) == []
 
 
 async def test_the_sweep_waits_for_the_grace_and_cancels_with_the_stored_reason(

@@ -43,7 +43,9 @@ class CancelBacklog:
     async def ack_cancel_member(self, flow_id: UUID | str, execution_id: ExecutionId | str) -> None:
         """Record that a cancelled flow owes a member no longer; acknowledging it again changes nothing."""
         partition, parsed = check_flow_id(self._store, flow_id)
-        await self._ack(partition, parsed, [parse_execution_id(execution_id)])
+        member = parse_execution_id(execution_id)
+        # The members of a flow are of its partition.
+        await self._ack(partition, parsed, [member] if split_execution_id(member)[0] == partition else [])
 
     async def dispatch(
         self, partition_key: int, flow_id: FlowId, execution_ids: Sequence[ExecutionId], reason: str
