@@ -340,3 +340,16 @@ async def test_the_operator_feed_reports_that_a_flow_that_ends_was_cancelled(
         assert (found.event_type, found.execution_id) == ("flow_state_changed", str(flow.flow_id))
         change = {"flow_id": str(flow.flow_id), "from": "open", "to": "completed"}
         assert found.details == change | ({"public_flow_state": "cancelled"} if is_cancelled else {})
+
+
+async def test_the_cancellation_of_a_flow_that_has_ended_tells_how_it_ended(
+    flows: NewFlow, engine: Engine, given: Given
+) -> None:
+    for make, state in ((given.completed, "completed"), (given.failed, "failed")):
+        flow = await flows()
+        await flow.member(make)
+        async with engine.subscribe_operator_events() as events:
+            await flow.cancel()
+            requested, changed = await take(events, 2)
+        assert requested.details["member_count"] == 0
+        assert changed.details == {"flow_id": str(flow.flow_id), "from": state, "to": "cancelled"}
