@@ -395,6 +395,21 @@ def test_every_sweep_is_described_with_its_interval() -> None:
     assert rows == {sweep.name: f"{sweep.every(defaults).total_seconds():g}" for sweep in SWEEPS}
 
 
+def test_every_sweep_follows_the_settings_that_its_description_names() -> None:
+    text = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z_]+)` \| [^|]+ \| [\d.]+ s \| ([^|]*)\|$", text, re.MULTILINE)
+    named = {sweep: re.findall(r"FF_(\w+)", variables) for sweep, variables in rows}
+    fields = sorted({variable.lower() for variables in named.values() for variable in variables})
+    values: dict[str, Any] = {field: 100 + nth for nth, field in enumerate(fields)}
+    settings, defaults = Settings.model_construct(**values), Settings.model_construct()
+    for sweep in SWEEPS:
+        seconds = [
+            values[variable.lower()] / (1000 if variable.endswith("_MS") else 1) for variable in named[sweep.name]
+        ]
+        expected = min(seconds) if seconds else sweep.every(defaults).total_seconds()
+        assert sweep.every(settings).total_seconds() == expected, sweep.name
+
+
 def test_every_table_is_described() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     tables = re.findall(r"^create table (\w+)", SCHEMA_FILE.read_text(encoding="utf-8"), re.MULTILINE)

@@ -165,6 +165,8 @@ class LeaseReplayInitiated(LeaseEvent):
     """An ended execution was made runnable again."""
 
     reason: str | None
+    replay_count: int | None
+    """How often it has been replayed, this time included; None if the event does not say."""
 
 
 AnyLeaseEvent = (

@@ -131,6 +131,23 @@ async def test_every_filter_of_lists_narrows_what_is_changed(engine: Engine, giv
         assert {each for each in after if after[each] != before[each]} == set(expected), given_filters
 
 
+async def test_states_that_an_operation_does_not_change_match_nothing(engine: Engine, given: Given, rows: Rows) -> None:
+    await given.completed()
+    await given.failed()
+    await given.claimed()
+    await given.created()
+    others = {
+        "cancel_matching": ["completed", "failed"],
+        "replay_matching": ["active", "waiting"],
+        "change_priority_matching": ["active", "completed", "failed"],
+    }
+    async with rows.unchanged():
+        for name, public_state in others.items():
+            for dry_run in (False, True):
+                call = getattr(engine, name)(**CALLS[name], public_state=public_state, dry_run=dry_run)
+                assert await call == result(0, 0, is_dry_run=dry_run), name
+
+
 async def test_a_limit_stops_a_call_and_the_next_one_continues(engine: Engine, given: Given, small_pages: None) -> None:
     for _ in range(8):
         await given.created()

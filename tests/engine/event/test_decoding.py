@@ -78,7 +78,11 @@ def leases() -> Iterator[Case]:
             LeaseRevoked(**OF_LEASE, lease_id=LeaseId(LEASE), revoked_by=revoked_by),
         )
     for replayed in ("wrong result", None):
-        yield {"kind": "replay_initiated", "reason": replayed}, LeaseReplayInitiated(**OF_LEASE, reason=replayed)
+        for details, count in ((None, None), ('{"replay_count": 2}', 2), ('{"replay_count": "2"}', None)):
+            yield (
+                {"kind": "replay_initiated", "reason": replayed, "details": details},
+                LeaseReplayInitiated(**OF_LEASE, reason=replayed, replay_count=count),
+            )
 
 
 def signals() -> Iterator[Case]:

@@ -9,12 +9,12 @@ import asyncpg
 import pytest
 
 from engine.event.following import take
+from engine.flows import settle
 from engine.state import ACTIVE, CANCELLED, refused, vector
 from engine.waits import suspend_args
 from fixtures import Eventually, Given, Rows, uuid_of
 from flowfabric import Context, Worker
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.flow import cancel
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.event import CompletionOutcome
 from flowfabric.model.flow import (
@@ -36,6 +36,7 @@ from .flows import (
     submitted_flow,
     suspended_among,
 )
+from .graphs import BuiltFlow
 
 pytestmark = pytest.mark.usefixtures("consistent_rows")
 
@@ -119,14 +120,11 @@ async def test_a_flow_that_owes_nothing_is_cancelled_at_once(
     await nothing_owed(rows)
 
 
-async def test_a_repeated_cancel_returns_at_most_a_thousand_members(
-    flows: NewFlow, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cancel, "REPEATED_CALL_MEMBERS", 2)
-    flow = await flows()
-    members = await flow.members(3)
-    assert (await flow.cancel(wait=WaitIndefinite())).member_execution_ids == members
-    assert (await flow.cancel()).member_execution_ids == members[:2]
+async def test_a_repeated_cancel_returns_at_most_a_thousand_members(given: Given) -> None:
+    flow = await submitted_flow(given, 1001)
+    members = (await flow.cancel("flow_only")).member_execution_ids
+    assert len(members) == 1001
+    assert (await flow.cancel("flow_only")).member_execution_ids == members[:1000]
     assert (await flow.cancel_header()).member_execution_ids == members
 
 
@@ -287,6 +285,31 @@ async def test_members_that_wait_for_others_are_cancelled_and_their_edges_change
     await nothing_owed(rows)
 
 
+async def test_held_members_are_cancelled_even_if_their_upstream_ends_before(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine
+) -> None:
+    flow = await flows()
+    built = BuiltFlow(given, rows, flow.flow_id)
+    upstream, waiting, middle, last = await built.members(4)
+    lost = await flow.member(given.claimed, lane_id="lost")
+    await engine.revoke_lease(execution_id=lost.execution_id)
+    for child in (waiting, middle, lost.execution_id):
+        await built.connect(upstream, child)
+    await built.connect(middle, last)
+    await flow.cancel_header()
+    await engine.cancel_execution(execution_id=upstream, reason="its own")
+    await settle(engine, flow.flow_id)
+    held = {waiting: "waiting", middle: "waiting", last: "waiting", lost.execution_id: "active"}
+    assert await flow.states(rows) == {upstream: "cancelled", **held}
+    assert await engine.find_inconsistencies() == []
+    assert await cancel_owed(engine, flow, sorted([upstream, *held])) == []
+    assert await flow.states(rows) == dict.fromkeys((upstream, *held), "cancelled")
+    assert {(await rows.execution(each))["cancellation_reason"] for each in held} == {"not wanted"}
+    await nothing_owed(rows)
+    await settle(engine, flow.flow_id)
+    assert await is_settled(rows, flow)
+
+
 async def test_the_operator_feed_reports_the_cancellation_once(flows: NewFlow, engine: Engine, given: Given) -> None:
     async with engine.subscribe_operator_events() as events:
         flow = await flows()
@@ -317,3 +340,16 @@ async def test_the_operator_feed_reports_that_a_flow_that_ends_was_cancelled(
         assert (found.event_type, found.execution_id) == ("flow_state_changed", str(flow.flow_id))
         change = {"flow_id": str(flow.flow_id), "from": "open", "to": "completed"}
         assert found.details == change | ({"public_flow_state": "cancelled"} if is_cancelled else {})
+
+
+async def test_the_cancellation_of_a_flow_that_has_ended_tells_how_it_ended(
+    flows: NewFlow, engine: Engine, given: Given
+) -> None:
+    for make, state in ((given.completed, "completed"), (given.failed, "failed")):
+        flow = await flows()
+        await flow.member(make)
+        async with engine.subscribe_operator_events() as events:
+            await flow.cancel()
+            requested, changed = await take(events, 2)
+        assert requested.details["member_count"] == 0
+        assert changed.details == {"flow_id": str(flow.flow_id), "from": state, "to": "cancelled"}

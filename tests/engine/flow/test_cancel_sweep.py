@@ -192,6 +192,21 @@ async def test_a_pass_that_has_taken_its_time_leaves_the_other_flows_to_the_next
     await nothing_owed(rows)
 
 
+async def test_the_sweep_forgets_a_flow_whose_only_owed_member_was_replayed(
+    flows: NewFlow, rows: Rows, engine: Engine, clock: Clock
+) -> None:
+    flow = await flows()
+    (member,) = await flow.members(1)
+    await flow.cancel_header()
+    await engine.cancel_execution(execution_id=member, reason="its own")
+    await engine.replay_execution(execution_id=member, allow_cancelled_flow=True)
+    assert await owed(rows, flow.flow_id) == []
+    await clock.advance(seconds=30)
+    assert await parts_of(engine).cancel_backlog.reconcile_due() == (1, False, ())
+    await nothing_owed(rows)
+    assert await flow.states(rows) == {member: "waiting"}
+
+
 async def test_a_member_that_is_replayed_after_the_backlog_was_read_is_not_cancelled(
     flows: NewFlow, given: Given, rows: Rows, engine: Engine
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from engine.counts import miscounts
 from engine.ends import WAYS, Scene
+from engine.event.following import take
 from engine.state import REPLAYED, all_cases, attempts, claim, event_texts, pending_fields, refused, vector
 from engine.waits import suspend_args
 from fixtures import Clock, Engines, Given, Rows, uuid_of
@@ -19,6 +20,7 @@ from flowfabric.model.attempt import FailureReason
 from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.event import EventKind
 from flowfabric.model.execution import Ended, Replayed
+from flowfabric.model.feed import LeaseReplayInitiated
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import LifecyclePhase, PublicState, TerminalOutcome
 
@@ -301,6 +303,17 @@ async def test_the_history_and_the_feeds_show_a_replay(engine: Engine, given: Gi
         '{"branch": "normal"}',
     )
     assert {each["tags"] for each in (lease, operator)} == {'{"app.customer": "acme"}'}
+
+
+async def test_the_history_of_leases_counts_the_replays(engine: Engine, given: Given) -> None:
+    execution_id = await given.cancelled()
+    async with engine.subscribe_lease_history() as events:
+        for count in (1, 2):
+            await engine.replay_execution(execution_id=execution_id)
+            (event,) = await take(events, 1)
+            assert isinstance(event, LeaseReplayInitiated)
+            assert (event.execution_id, event.reason, event.replay_count) == (execution_id, "normal", count)
+            await engine.cancel_execution(execution_id=execution_id, reason="not wanted")
 
 
 async def test_a_replay_wakes_a_waiting_claim(engine: Engine, given: Given, hints_only: None) -> None:

@@ -347,3 +347,32 @@ async def test_a_pending_cancellation_of_a_sibling_does_not_reach_its_replay(
     await engine.replay_execution(execution_id=ended)
     (row,) = await rows.of("edge_group")
     assert [str(each) for each in row["cancel_siblings_pending_members"]] == [uuid_of(other)]
+
+
+async def test_a_replayed_member_withdraws_the_cancellation_of_its_upstreams_until_it_fires_again(
+    engine: Engine, rows: Rows, flow: BuiltFlow, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *decisive, other = upstreams = await flow.members(3)
+    child = await flow.member()
+    await flow.policy(child, {"kind": "quorum", "k": 2, "on_satisfied": "cancel_remaining"})
+    for upstream in upstreams:
+        await flow.connect(upstream, child)
+    monkeypatch.setattr(parts_of(engine).wakeups, "on_siblings", None)
+    for upstream in decisive:
+        await end(flow, upstream, "failed")
+    (row,) = await rows.of("edge_group")
+    assert row["cancel_siblings_pending_flag"]
+    assert row["cancel_siblings_reason"] == "sibling_quorum_impossible"
+    for execution_id in (*decisive, child):
+        await engine.replay_execution(execution_id=execution_id)
+    assert await group(rows, child) == ("pending", 0, 0, 0)
+    assert await rows.of("pending_cancel_group") == []
+    await check(engine, connection)
+    for upstream in decisive:
+        await end(flow, upstream, "success")
+    assert await state(engine, other) is PublicState.WAITING
+    assert (await parts_of(engine).siblings.dispatch()).done == 1
+    row = await rows.execution(other)
+    assert (row["public_state"], row["cancellation_reason"]) == ("cancelled", "sibling_quorum_satisfied")
+    await settled(flow)
+    await check(engine, connection)

@@ -142,7 +142,9 @@ _LEASE_KINDS: Mapping[str, _LeaseKind] = {
         make=LeaseRevoked, other_fields=lambda row: {"revoked_by": str(_details(row).get("revoked_by", "operator"))}
     ),
     EventKind.REPLAY_INITIATED: _LeaseKind(
-        make=LeaseReplayInitiated, lease_field=None, other_fields=lambda row: {"reason": row["reason"]}
+        make=LeaseReplayInitiated,
+        lease_field=None,
+        other_fields=lambda row: {"reason": row["reason"], "replay_count": _number(_details(row).get("replay_count"))},
     ),
 }
 
@@ -178,6 +180,10 @@ def _signals(row: Record, members: Iterator[Member]) -> Iterator[SignalDeliveryE
 
 
 _EFFECTS: Mapping[str, str] = {effect.value: effect for effect in ReportedEffect}
+
+
+def _number(value: object) -> int | None:
+    return value if type(value) is int else None
 
 
 def _text(value: object) -> str | None:

@@ -68,7 +68,8 @@ child as materialized (
   select j.partition_key, j.downstream_id as execution_id, j.has_fired, j.to_state, s.source_id, e.*
     from judged j
    cross join lateral (
-         select e.lifecycle_phase, e.terminal_outcome, e.ownership_state, e.eligibility_state, e.attempt_state, e.lease_epoch
+         select e.lifecycle_phase, e.terminal_outcome, e.ownership_state, e.eligibility_state, e.blocking_reason, e.attempt_state,
+                e.lease_epoch
            from execution e where e.partition_key = j.partition_key and e.execution_id = j.downstream_id limit 1) e
     left join lateral (
          -- Each edge copies as if it were resolved alone: under all_of every success before the first other result, of which the last one
@@ -97,10 +98,11 @@ promotable as materialized (
    where has_fired and to_state = 'satisfied' and lifecycle_phase = 'runnable' and ownership_state = 'unowned'
      and eligibility_state = 'blocked_by_dependencies'
 ),
+-- Not those that their cancelled flow holds back: they end cancelled, whatever happens first to their upstream executions.
 skippable as materialized (
   select partition_key, execution_id, attempt_state in ('running_attempt', 'attempt_interrupted') as has_attempt,
          case when ownership_state = 'leased' then lease_epoch end as lost_epoch
-    from child where has_fired and to_state = 'impossible'
+    from child where has_fired and to_state = 'impossible' and blocking_reason <> 'paused_by_flow_cancel'
 )
 
 -- fragment: promoted

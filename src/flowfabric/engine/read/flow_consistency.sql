@@ -2,7 +2,7 @@
 -- The rules about flows that the executions of a range break.
 with subject as materialized (
   select e.partition_key, e.execution_id, e.flow_id, e.eligibility_state = 'blocked_by_dependencies' as is_blocked,
-         e.lifecycle_phase <> 'terminal' as is_live
+         e.lifecycle_phase <> 'terminal' as is_live, e.blocking_reason = 'paused_by_flow_cancel' as is_held
     from execution e
    where (e.partition_key, e.execution_id) > (:after_partition::smallint, :after_id::uuid)
      and (e.partition_key, e.execution_id) <= (:last_partition::smallint, :last_id::uuid)
@@ -23,7 +23,8 @@ select e.partition_key, e.execution_id, e.flow_id, rule.problem
  cross join lateral (values
        ('flow_id: the flow does not exist in the partition of the execution', e.flow_id is not null and f.flow_id is null),
        ('eligibility_state: blocked_by_dependencies without a pending group', e.is_blocked and g.group_state is distinct from 'pending'),
-       ('lifecycle_phase: not terminal though its group is impossible', e.is_live and g.group_state = 'impossible'),
+       -- A member that its cancelled flow holds back is not skipped: it is still to be cancelled.
+       ('lifecycle_phase: not terminal though its group is impossible', e.is_live and not e.is_held and g.group_state = 'impossible'),
        ('eligibility_state: blocked_by_dependencies though every edge is resolved',
          e.is_blocked and g.group_state = 'pending' and x.waits is null)
        ) as rule(problem, is_broken)
