@@ -36,6 +36,7 @@ from .conftest import NewFlow
 from .flows import (
     LOCK_SUSPENSION,
     cancel_owed,
+    drained,
     nothing_owed,
     owed,
     submitted_flow,
@@ -254,6 +255,21 @@ async def test_shutdown_prepare_waits_for_a_call_that_has_not_cancelled_its_flow
         await nothing_owed(rows)
         assert isinstance(await cancelling, CancellationScheduled)
     assert set((await flow.states(rows)).values()) == {"cancelled"}
+
+
+async def test_a_flow_is_cancelled_with_its_members_although_the_caller_gives_up(
+    given: Given, rows: Rows, engine: Engine, connection: asyncpg.Connection, eventually: Eventually
+) -> None:
+    flow = await submitted_flow(given, 3)
+    async with connection.transaction():
+        await connection.execute("select from flow where flow_id = $1 for update", flow.flow_id)
+        cancelling = asyncio.create_task(engine.cancel_flow(flow.flow_id, reason="x", cancellation_policy=ALL))
+        await eventually(lambda: is_waiting(connection))
+        cancelling.cancel()
+        await asyncio.wait((cancelling,))
+    await drained(engine)
+    assert set((await flow.states(rows)).values()) == {"cancelled"}
+    await nothing_owed(rows)
 
 
 async def test_a_member_added_during_a_cancel_is_cancelled_with_it_or_refused(

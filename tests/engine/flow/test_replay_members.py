@@ -374,5 +374,5 @@ async def test_a_replayed_member_withdraws_the_cancellation_of_its_upstreams_unt
     assert (await parts_of(engine).siblings.dispatch()).done == 1
     row = await rows.execution(other)
     assert (row["public_state"], row["cancellation_reason"]) == ("cancelled", "sibling_quorum_satisfied")
-    await settled(flow)
+    await flow.settle()
     await check(engine, connection)

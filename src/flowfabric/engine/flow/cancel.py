@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -40,7 +40,7 @@ from flowfabric.model.flow import (
 from flowfabric.model.ids import ExecutionId, FlowId
 from flowfabric.model.text import check_range, check_text, shown
 from flowfabric.pauses import is_set_within
-from flowfabric.tasks import create_shared_task
+from flowfabric.tasks import Answer, create_shared_task
 
 SQL = statements_beside(__file__)
 
@@ -76,9 +76,8 @@ class FlowCancel:
         self._store = store
         self._backlog = backlog
         self._grace_ms = grace_ms
-        self._tasks: set[asyncio.Task[list[ExecutionId]]] = set()
-        self._starting: set[asyncio.Future[None]] = set()
-        """One for each call that may have cancelled its flow and has not begun to cancel the members."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Calls that cancel their flow, and those that then cancel its members."""
         self._refuses = asyncio.Event()
 
     async def cancel_flow_header(
@@ -119,10 +118,18 @@ class FlowCancel:
         policy = parse_cancellation_policy(cancellation_policy)
         seconds = _wait_seconds(wait)
         began = time.monotonic()
-        with self._counted_as_starting():
-            header = await self._cancel_header(flow_id, reason, policy, grace_ms, member_limit=REPEATED_CALL_MEMBERS)
-            partition, parsed = check_flow_id(self._store, flow_id)
-            dispatch = self._start_dispatch(partition, parsed, header.owed, reason) if header.owed else None
+        partition, parsed = check_flow_id(self._store, flow_id)
+
+        async def start() -> tuple[_Header, asyncio.Task[list[ExecutionId]] | None]:
+            header = await self._cancel_header(parsed, reason, policy, grace_ms, member_limit=REPEATED_CALL_MEMBERS)
+            if not header.owed:
+                return header, None
+            dispatch = self._create_task(self._backlog.dispatch(partition, parsed, header.owed, reason))
+            dispatch.add_done_callback(_log_failure)
+            return header, dispatch
+
+        # A caller that is cancelled while the flow is, must not leave its members to the sweep.
+        header, dispatch = await asyncio.shield(self._create_task(start()))
         if not header.is_new:
             if seconds is not None:
                 await self._wait_for_members(partition, parsed, began, seconds)
@@ -146,9 +153,8 @@ class FlowCancel:
 
     async def drain(self) -> None:
         """Wait until the members of every flow cancelled by this engine are cancelled."""
-        while self._starting or self._tasks:
-            unfinished: set[asyncio.Future[Any]] = {*self._starting, *self._tasks}
-            await asyncio.wait(unfinished)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def close(self) -> None:
         """Drain for a limited time, and leave the other members to the sweep of another process."""
@@ -158,17 +164,6 @@ class FlowCancel:
         for task in (left := tuple(self._tasks)):
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-
-    @contextlib.contextmanager
-    def _counted_as_starting(self) -> Iterator[None]:
-        """Let `drain` wait for the block, which starts the dispatch of a flow that it cancels."""
-        started = asyncio.get_running_loop().create_future()
-        self._starting.add(started)
-        try:
-            yield
-        finally:
-            self._starting.discard(started)
-            started.set_result(None)
 
     async def _cancel_header(
         self,
@@ -215,13 +210,10 @@ class FlowCancel:
             self._store.wakeups.events(EventFamily.OPERATOR)
         return header
 
-    def _start_dispatch(
-        self, partition: int, flow_id: FlowId, owed: Sequence[ExecutionId], reason: str
-    ) -> "asyncio.Task[list[ExecutionId]]":
-        task = create_shared_task(self._backlog.dispatch(partition, flow_id, owed, reason))
+    def _create_task(self, work: Coroutine[Any, Any, Answer]) -> "asyncio.Task[Answer]":
+        task = create_shared_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_log_failure)
         return task
 
     async def _finished(
