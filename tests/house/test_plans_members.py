@@ -117,6 +117,8 @@ async def test_what_is_told_of_a_flow_reads_only_its_own_members(
         touched.clear()
         await members.list_unmet(flow_id, limit=10, with_errors=True)
         assert touched["list_unmet_members"] <= 2 * size
+        await members.list_to_replay(flow_id)
+        assert touched["list_members_to_replay"] <= 2 * size
         unserved = await members.list_unserved(flow_id)
         assert len(unserved) == (flow_id != ENDED)
         assert touched["list_unserved_members"] <= 2 * size
