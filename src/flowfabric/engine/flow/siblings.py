@@ -97,7 +97,14 @@ class Siblings:
         return SiblingReconcile.NO_OP if group is None else await self._reconcile(group)
 
     async def dispatch(self, limit: int = GROUP_LIMIT) -> SweepResult:
-        """Cancel siblings of the groups that have waited longest, for a limited time; return of how many groups."""
+        """Cancel siblings of the groups that have waited longest, for a limited time; return of how many groups.
+
+        Leaves them to the dispatcher of this process while it works: both would take the same siblings, and each would
+        find those locked that the other is cancelling.
+        """
+        return SweepResult(0, is_full=False) if self._task is not None else await self._dispatch(limit)
+
+    async def _dispatch(self, limit: int = GROUP_LIMIT) -> SweepResult:
         until = time.monotonic() + PASS_SECONDS
         groups = await self._list(limit)
         tried = done = 0
@@ -142,7 +149,7 @@ class Siblings:
         try:
             while self._is_wanted:
                 self._is_wanted = False
-                while (swept := await self.dispatch()).done and swept.is_full:
+                while (swept := await self._dispatch()).done and swept.is_full:
                     pass
         except EngineError as fault:
             logger.debug("siblings are left to the sweep: %s", fault)
@@ -194,9 +201,10 @@ class Siblings:
             if not isinstance(result, EngineError) and result is not CancelDisposition.WITHDRAWN
         ]
         became = await self._take(group, handled, max(patience_seconds, GROUP_PATIENCE_SECONDS))
-        if problems:
+        # The next pass goes on with the rest of a long list, as long as each pass cancels some of it.
+        if problems and not handled:
             raise problems[0]
-        if became == "pending":
+        if problems or became == "pending":
             return None
         if became == "gone" or (group.exists and not group.is_flagged):
             return SiblingDrain.ALREADY_DRAINED
