@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fixtures import Eventually
-from flowfabric import Fabric, FlowRunFailed, FlowStatus, RunFailed, any_of, quorum
+from flowfabric import Fabric, FlowRunFailed, FlowStatus, RunCancelled, RunFailed, RunSkipped, any_of, quorum
 from flowfabric.engine.parts import parts_of
 from flowfabric.errors import InvalidInputError, NotFoundError, StateError
 
@@ -187,6 +187,26 @@ async def test_a_replay_runs_a_cancelled_sibling_only_if_a_skipped_run_needs_it(
     async with fabric, fabric.worker():
         assert await submit(is_needed=False) == {"extract bad"}
         assert await submit(is_needed=True) == {"extract bad", "judge 3", "needs the judge"}
+
+
+async def test_a_flow_in_which_nothing_failed_by_itself_names_what_was_skipped_and_cancelled(url: str) -> None:
+    fabric = Fabric(url)
+    source = Source(fabric)
+    flow = fabric.flow("review")
+    judge = flow.add(source.judge, 3)
+    flow.add(source.copy, any_of([flow.add(source.extract, "good"), judge], cancel_remaining=True))
+    second = flow.add(source.copy, judge)
+    async with fabric, fabric.worker():
+        run = await flow.submit()
+        with pytest.raises(FlowRunFailed) as failed:
+            await run.result(timeout=TIMEOUT)
+        assert str(failed.value) == (
+            f"flow {run.id} failed: 2 of 4 runs did not succeed: copy {run.run(second).id} was skipped: what it waits "
+            f"for did not succeed; `await run.explain()` says what; judge {run.run(judge).id} was cancelled: enough of "
+            "the runs that it was grouped with have succeeded without it"
+        )
+        assert [type(each) for each in failed.value.causes] == [RunSkipped, RunCancelled]
+        assert failed.value.causes[0].reason == "dependency_impossible"
 
 
 async def test_a_sweep_during_a_replay_skips_nothing_again(url: str) -> None:

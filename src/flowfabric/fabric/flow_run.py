@@ -68,7 +68,10 @@ class FlowRunError(Exception):
         self.flow_id = flow_id
         self.reason = reason
         self.causes = tuple(cause for _, cause in causes)
-        """The errors of runs that failed, expired or were cancelled, at most ten; not those that followed from them."""
+        """The errors of runs that failed, expired or were cancelled, at most ten; not those that followed from them.
+
+        Only if a group cancelled what another run needed, there are no others, and these are the errors of such runs.
+        """
         self._tasks = tuple(task for task, _ in causes)
 
 
@@ -296,8 +299,11 @@ class FlowRun:
             reason = f"a run did not succeed, and whether the final runs did is not known: {_deleted_text(deleted)}"
         elif deleted.count:
             reason += f", and {_deleted_text(deleted)}"
-        causes = [(each.execution_kind, _error_of(each)) for each in unmet.first if each.is_cause]
-        return FlowRunFailed(self.id, reason, causes)
+        named = [each for each in unmet.first if each.is_cause]
+        if not named and not deleted.count:
+            # There was no cause: a group has cancelled what another run needed.
+            named = list(unmet.first)
+        return FlowRunFailed(self.id, reason, [(each.execution_kind, _error_of(each)) for each in named])
 
     @property
     def _members(self) -> Members:
