@@ -201,7 +201,7 @@ class FlowRun:
         is cancelled already keeps its reason, and those of its runs that the policy covers and that have not ended are
         cancelled. Raises StateError (`flow_already_terminal`) if the flow has completed or failed.
         """
-        covered = parse_cancellation_policy(policy)
+        covered = parse_cancellation_policy(policy, "policy")
         found = await self._progress()
         if found.status is FlowStatus.CANCELLED:
             await self._cancel_again(reason, covered)
