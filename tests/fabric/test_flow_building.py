@@ -226,6 +226,12 @@ REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda m: m.flow.add(extract._handler.function), TypeError, "expected a Task, got <function extract"),
     (lambda m: m.flow.add(extract("x")), TypeError, "got a call of 'extract' .*write flow.add\\(extract, ...\\)"),
     (lambda m: m.flow.add(extract.bind("x")), TypeError, "got a call of 'extract' .*write flow.add\\(extract, ...\\)"),
+    (
+        lambda m: m.flow.add(extract.submit("x")),
+        TypeError,
+        "got a call of 'extract' .*write flow.add\\(extract, ...\\)",
+    ),
+    (lambda m: m.flow.add(m.a), TypeError, "expected a Task, got <node 1 .*; write flow.add\\(task, node\\)"),
     (lambda m: m.flow.add(extract, "x", "y"), TypeError, "task 'extract': takes 1 positional argument, got 2"),
     (lambda m: m.flow.add(foreign), TypeError, "task 'foreign' belongs to another fabric"),
     (lambda m: m.flow.add(extract.options(idempotency_key="k")), InvalidInputError, "fabric.flow\\(kind, id=...\\)"),
@@ -307,8 +313,8 @@ REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda m: quorum(3, of=[m.a, m.b]), InvalidInputError, "k must be a whole number from 1 to 2, .* got 3"),
     (lambda m: quorum(0, of=[m.a, m.b]), InvalidInputError, "k must be a whole number from 1 to 2, .* got 0"),
     (lambda m: quorum(True, of=[m.a, m.b]), InvalidInputError, "k must be a whole number"),
-    (lambda _: any_of([]), InvalidInputError, "any_of: no nodes were given"),
-    (lambda _: all_of([]), InvalidInputError, "all_of: no nodes were given"),
+    (lambda _: any_of([]), InvalidInputError, "any_of: no nodes were given; it takes at least one"),
+    (lambda _: all_of([]), InvalidInputError, "all_of: no nodes were given; pass the list itself"),
     (lambda _: quorum(1, of=[]), InvalidInputError, "quorum: no nodes were given"),
     (lambda m: any_of([m.a, m.a]), InvalidInputError, "any_of: <node 1 .*> is given twice"),
     (
@@ -321,8 +327,8 @@ REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda m: m.all_of([1]), TypeError, "all_of: expected only nodes, got 1; make nodes with flow.add"),
     (lambda _: all_of("ab"), TypeError, "all_of: expected a list of nodes made by flow.add"),
     (lambda m: m.any_of([m.a], cancel_remaining=1), InvalidInputError, "cancel_remaining must be True or False"),
-    (lambda m: m.flow.after(1, m.a), TypeError, "after: expected a node made by flow.add"),
-    (lambda m: m.flow.after(m.a, 1), TypeError, "after: expected nodes or a group of nodes, got 1"),
+    (lambda m: m.flow.after(1, m.a), TypeError, "flow.after: expected a node made by flow.add"),
+    (lambda m: m.flow.after(m.a, 1), TypeError, "flow.after: expected nodes .*, got 1; flow.add makes nodes"),
     (lambda m: m.flow.after(m.a, [m.b]), TypeError, "write flow.after\\(node, \\*nodes\\)"),
     (lambda m: m.flow.after(m.a, fabric.flow("x").add(extract)), InvalidInputError, "after: .* another flow"),
     (lambda m: m.flow.after(fabric.flow("x").add(extract), m.a), InvalidInputError, "after: .* another flow"),
@@ -330,7 +336,7 @@ REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (
         lambda m: (m.flow.after(m.a, m.b), m.flow.after(m.b, m.a)),
         ConflictError,
-        "cycle_detected: after: <node 2.* -> <node 1.* -> <node 2",
+        "cycle_detected: flow.after: <node 2.* -> <node 1.* -> <node 2",
     ),
     (
         lambda m: (m.flow.add(take, m.a), m.flow.after(m.a, m.flow.add(take, m.b), m.flow._nodes[2])),
@@ -341,7 +347,7 @@ REFUSED: list[tuple[Callable[[Any], object], type[Exception], str]] = [
     (lambda m: m.flow.after(m.flow.add(take, m.a), any_of([m.b])), InvalidInputError, "waits for <any_of of 1 nodes>"),
     (lambda _: fabric.flow(""), InvalidInputError, "kind: must not be empty"),
     (lambda _: fabric.flow("x", id=""), InvalidInputError, "id: must not be empty"),
-    (lambda m: m.fabric.flow("x", id=5), InvalidInputError, "id: must be text, got 5"),
+    (lambda m: m.fabric.flow("x", id=5), InvalidInputError, "id: must be text or a UUID, got 5; write id=str"),
     (lambda _: fabric.flow("x", tags={"customer": "1"}), InvalidInputError, "tag key 'customer' must be"),
     (lambda _: fabric.flow_run("x"), InvalidInputError, "flow_id: must be a UUID, got 'x'"),
 ]

@@ -271,7 +271,7 @@ async def test_a_cancel_of_what_is_pending_lets_running_runs_end(fabric: Fabric,
     async with fabric, fabric.worker():
         run = await flow.submit()
         await eventually(lambda: is_active(run.run(a)))
-        with pytest.raises(InvalidInputError, match="cancellation_policy: expected one of"):
+        with pytest.raises(InvalidInputError, match="invalid_input: policy: expected one of"):
             await run.cancel(policy="some")  # type: ignore[arg-type]
         await run.cancel(policy="cancel_pending")
         with pytest.raises(RunCancelled):
@@ -352,6 +352,12 @@ async def test_ids_of_the_wrong_kind_say_what_to_use(fabric: Fabric) -> None:
     flow = fabric.flow("nightly", id="2026-01-31")
     with pytest.raises(InvalidInputError, match=r"must be a UUID, got '2026-01-31'; .* fabric.flow\(kind, id="):
         fabric.flow_run("2026-01-31")
+    with pytest.raises(
+        InvalidInputError, match=r"flow_id: must be a UUID, got 'fp.*; for the id of a run use fabric.run"
+    ):
+        fabric.flow_run("fp5-00000000-0000-7000-8000-000000000000")
+    with pytest.raises(InvalidInputError, match=r"got Flow\('nightly', 0 nodes\); write fabric.flow_run\(flow.id\)"):
+        fabric.flow_run(flow)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=r"flow_id: must be a UUID, got 5$"):
         fabric.flow_run(5)  # type: ignore[arg-type]
     for given in (flow.id, UUID(flow.id)):

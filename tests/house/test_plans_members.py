@@ -12,9 +12,12 @@ from databases import Databases
 from engine.flows import settle
 from engine.state import claim
 from fixtures import Clock
+from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import RECHECK_MS, TRIM_LIMIT
 from flowfabric.engine.parts import parts_of
+from flowfabric.engine.read import members as members_of
+from flowfabric.engine.read import upstreams
 from flowfabric.model.flow import FlowEdge, FlowNode, FlowSubmitted
 from flowfabric.model.ids import FlowId, format_execution_id
 from house.filled import STATISTICS, copied, filled
@@ -117,6 +120,8 @@ async def test_what_is_told_of_a_flow_reads_only_its_own_members(
         touched.clear()
         await members.list_unmet(flow_id, limit=10, with_errors=True)
         assert touched["list_unmet_members"] <= 2 * size
+        await members.list_to_replay(flow_id)
+        assert touched["list_members_to_replay"] <= 2 * size
         unserved = await members.list_unserved(flow_id)
         assert len(unserved) == (flow_id != ENDED)
         assert touched["list_unserved_members"] <= 2 * size
@@ -238,3 +243,13 @@ async def test_a_flow_is_deleted_in_bounded_steps(
         await connection.execute(VACUUM)
     assert (steps, swept.done) == (5, 1)
     assert await connection.fetchval("select count(*) from edge where flow_id = $1", ENDED) == 0
+
+
+@pytest.mark.parametrize("statement", [upstreams.SQL.list_upstream_results, members_of.SQL.list_members_to_replay])
+async def test_many_upstream_executions_are_looked_up_in_a_hash(
+    connection: asyncpg.Connection, statement: Statement
+) -> None:
+    given = {"partition_key": 0, "flow_id": LIVE, "execution_id": LIVE, "upstream_ids": [LIVE]}
+    values = {name: given[name] for name in statement.parameters}
+    plan = "\n".join(row[0] for row in await connection.fetch(f"explain {statement.sql}", *statement.arguments(values)))
+    assert "hashed SubPlan" in plan, plan

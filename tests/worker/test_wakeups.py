@@ -1,6 +1,7 @@
 """What wakes a worker that waits for work."""
 
 import asyncio
+from collections.abc import Sequence
 
 import asyncpg
 import pytest
@@ -9,7 +10,10 @@ from fixtures import Engines, Eventually, StartWorker, Submit
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
+from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.states import TerminalOutcome
+from flowfabric.worker import claiming
+from flowfabric.worker.claiming import ClaimLoop
 from flowfabric.worker.worker import Worker
 
 LANES = ("default",)
@@ -54,6 +58,39 @@ async def test_an_idle_worker_is_notified_of_work_from_another_process(
         # Much less than the pause between two claims without a notification.
         ended = await other.wait_for_ending(made.execution_id, timeout=30)
         assert ended.outcome is TerminalOutcome.SUCCESS
+
+
+async def test_an_idle_worker_claims_again_what_was_locked_for_a_moment(
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    eventually: Eventually,
+    connection: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(claiming, "LISTENING_POLL_SECONDS", 600.0)
+    monkeypatch.setattr(claiming, "RECHECK_SECONDS", (0.05,) * 200)
+    has_claimed = asyncio.Event()
+    claim = ClaimLoop._claim
+
+    async def signalling(loop: ClaimLoop, wanted: int, free: int) -> Sequence[ClaimedExecution]:
+        claimed = await claim(loop, wanted, free)
+        has_claimed.set()
+        return claimed
+
+    monkeypatch.setattr(ClaimLoop, "_claim", signalling)
+
+    async def job() -> None: ...
+
+    run = await submit()
+    hints = parts_of(engine).wakeups.hints
+    await hints.listen()
+    await eventually(lambda: hints.is_listening)
+    async with connection.transaction():
+        await connection.execute("select from execution for update")
+        await start_worker({"job": job}, poll_interval=60)
+        await has_claimed.wait()
+    assert (await engine.wait_for_ending(run, timeout=30)).outcome is TerminalOutcome.SUCCESS
 
 
 async def test_a_worker_its_heartbeat_and_a_waiter_share_one_connection_for_notifications(

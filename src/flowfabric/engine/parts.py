@@ -174,8 +174,8 @@ class Parts:
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Flows, FlowListing, Listing, Counting, Consistency):
             services.add(kind(store))
-        replays = MatchingReplays(store, services[Listing], services[Replays])
-        services.add(Matching(services[Listing], services[View], self.cancel_many, replays, services[Priority]))
+        self.replays = MatchingReplays(store, services[Listing], services[Replays])
+        services.add(Matching(services[Listing], services[View], self.cancel_many, self.replays, services[Priority]))
         waits = (self.tails, feeds, self.flow_cancel, flow_endings)
         drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
         cascades = (self.flow_cancel, self.cascade, self.siblings)

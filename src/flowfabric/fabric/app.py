@@ -144,9 +144,8 @@ class Fabric:
         try:
             return FlowRun(self, FlowId(parse_uuid(flow_id, "flow_id")))
         except InvalidInputError as refused:
-            if not isinstance(flow_id, str):
+            if (hint := _flow_id_hint(flow_id)) is None:
                 raise
-            hint = f"if that is the text of a flow, use fabric.flow(kind, id={shown(flow_id)}).id"
             raise error(refused.code, f"{refused.detail}; {hint}") from None
 
     def _add(self, task: Task[Called, Params, Returned]) -> Task[Called, Params, Returned]:
@@ -224,6 +223,19 @@ class Fabric:
         except (EngineError, TypeError, ValueError) as wrong:
             text = reason_of(wrong) if isinstance(wrong, EngineError) else str(wrong)
             raise StartError(text, exit_code=MISUSED) from wrong
+
+
+def _flow_id_hint(given: object) -> str | None:
+    """Return what to write instead of this, which is not the id of a flow."""
+    if isinstance(given, Flow | FlowRun):
+        return "write fabric.flow_run(flow.id)"
+    if not isinstance(given, str):
+        return None
+    try:
+        parse_execution_id(given)
+    except InvalidInputError:
+        return f"if that is the text of a flow, use fabric.flow(kind, id={shown(given)}).id"
+    return "for the id of a run use fabric.run(id)"
 
 
 def _is_uuid(value: object) -> bool:

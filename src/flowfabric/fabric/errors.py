@@ -13,6 +13,9 @@ _TEXTS = {
     "suspension_timeout:fail": "no signal ended its wait in time",
     "suspension_timeout:cancel": "no signal ended its wait in time",
     "suspension_timeout:expire": "no signal ended its wait in time",
+    "dependency_impossible": "what it waits for did not succeed; `await run.explain()` says what",
+    "sibling_quorum_satisfied": "enough of the runs that it was grouped with have succeeded without it",
+    "sibling_quorum_impossible": "too many of the runs that it was grouped with did not succeed",
 }
 """The reasons that the engine gives for the end of an execution, in words."""
 

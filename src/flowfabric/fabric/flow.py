@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Coroutine, Mapping, Sequence
+from types import CoroutineType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 from uuid import UUID, uuid5
 
@@ -121,13 +122,15 @@ class Flow:
         """
         self._check_open()
         if not isinstance(node, Node):
-            raise TypeError(f"after: expected a node made by flow.add(...), got {shown(node)}")
-        check_flow_of([node], self, "after")
+            raise TypeError(f"flow.after: expected a node made by flow.add(...), got {shown(node)}")
+        check_flow_of([node], self, "flow.after")
         pending: list[Node | Group] = []
         for upstream in upstreams:
             if not isinstance(upstream, Node | Group):
-                advice = "; write flow.after(node, *nodes)" if isinstance(upstream, list | tuple) else ""
-                raise TypeError(f"after: expected nodes or a group of nodes, got {shown(upstream)}{advice}")
+                advice = (
+                    "write flow.after(node, *nodes)" if isinstance(upstream, list | tuple) else "flow.add makes nodes"
+                )
+                raise TypeError(f"flow.after: expected nodes or a group of nodes, got {shown(upstream)}; {advice}")
             pending.append(upstream)
         self._connect(node, pending)
 
@@ -184,12 +187,14 @@ class Flow:
 
     def _check_task(self, task: object) -> None:
         if isinstance(task, Call) or inspect.iscoroutine(task):
-            name = task._task.name if isinstance(task, Call) else task.__name__
+            name = task._task.name if isinstance(task, Call) else _name_of_call(task)
             if inspect.iscoroutine(task):
                 task.close()
             raise TypeError(
                 f"flow.add: got a call of {name!r} instead of a task and its arguments; write flow.add({name}, ...)"
             )
+        if isinstance(task, Node | Group):
+            raise TypeError(f"flow.add: expected a Task, got {task!r}; write flow.add(task, node)")
         if not isinstance(task, Task):
             raise TypeError(f"flow.add: expected a Task, got {shown(task)}; decorate the function with @fabric.task")
         if task._fabric is not self._fabric:
@@ -210,7 +215,7 @@ class Flow:
         added: dict[int, None] = {}
         for each in pending:
             members = [each] if isinstance(each, Node) else each._nodes
-            check_flow_of(members, self, "flow.add" if node._index == len(self._nodes) else "after")
+            check_flow_of(members, self, "flow.add" if node._index == len(self._nodes) else "flow.after")
             if isinstance(each, Group) and each._needs is not None:
                 if group is not None and group is not each:
                     raise _mixed(node, group, each)
@@ -249,7 +254,7 @@ class Flow:
                 around = [self._nodes[each] for each in (*path, node._index)]
                 raise error(
                     "cycle_detected",
-                    f"after: {shown_nodes(around)} is a cycle; each of these nodes would wait for the one before",
+                    f"flow.after: {shown_nodes(around)} is a cycle; each of these nodes would wait for the one before",
                 )
             for upstream in self._nodes[at]._upstreams:
                 if upstream not in via:
@@ -294,6 +299,12 @@ class Flow:
         return error(refused.code, f"{node!r}{cast('str', refused.detail)[place.end() :].replace('.', ', ', 1)}")
 
 
+def _name_of_call(call: "CoroutineType[Any, Any, Any]") -> str:
+    """Return the name of the task whose call or submission a coroutine is."""
+    task = None if call.cr_frame is None else call.cr_frame.f_locals.get("self")
+    return task.name if isinstance(task, Task) else call.__name__
+
+
 def _mixed(node: Node, group: Group, other: Node | Group) -> EngineError:
     return error(
         "invalid_input",
@@ -308,6 +319,8 @@ def _flow_id_of(fabric: TaskFabric, kind: str, given: object) -> FlowId:
         return FlowId(uuid7())
     if isinstance(given, UUID):
         return FlowId(given)
+    if not isinstance(given, str):
+        raise error("invalid_input", f"id: must be text or a UUID, got {shown(given)}; write id=str(...)")
     text = check_text(given, "id")
     if not text:
         raise error("invalid_input", "id: must not be empty; leave it out to submit without one")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
+from flowfabric.engine.flow.replay import ReplayRequest
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read.members import DeletedMembers, FlowProgress, Members, UnmetMember, UnmetMembers
 from flowfabric.fabric.errors import RUN_ERRORS, RunError
@@ -14,9 +15,9 @@ from flowfabric.fabric.node import Node
 from flowfabric.fabric.run import ABSENCE, UNSERVED_SECONDS, Run, RunFabric
 from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import EngineError, NotFoundError, error
-from flowfabric.model.flow import MAX_NODES, CancellationPolicy, FlowStatus, parse_cancellation_policy
+from flowfabric.model.flow import CancellationPolicy, FlowStatus, parse_cancellation_policy
 from flowfabric.model.ids import FlowId
-from flowfabric.model.states import ENDED_STATES, PublicState, TerminalOutcome
+from flowfabric.model.states import ENDED_STATES, PublicState
 from flowfabric.model.text import listed, shorten, shown
 from flowfabric.pauses import pauses
 
@@ -67,7 +68,10 @@ class FlowRunError(Exception):
         self.flow_id = flow_id
         self.reason = reason
         self.causes = tuple(cause for _, cause in causes)
-        """The errors of runs that failed, expired or were cancelled, at most ten; not those that followed from them."""
+        """The errors of runs that failed, expired or were cancelled, at most ten; not those that followed from them.
+
+        Only if a group cancelled what another run needed, there are no others, and these are the errors of such runs.
+        """
         self._tasks = tuple(task for task, _ in causes)
 
 
@@ -194,7 +198,7 @@ class FlowRun:
         is cancelled already keeps its reason, and those of its runs that the policy covers and that have not ended are
         cancelled. Raises StateError (`flow_already_terminal`) if the flow has completed or failed.
         """
-        covered = parse_cancellation_policy(policy)
+        covered = parse_cancellation_policy(policy, "policy")
         found = await self._progress()
         if found.status is FlowStatus.CANCELLED:
             await self._cancel_again(reason, covered)
@@ -218,11 +222,13 @@ class FlowRun:
     ) -> list[Run[Any]]:
         """Run again what failed, expired or was cancelled, and what was skipped because of it; return these runs.
 
-        Runs that have succeeded keep their results. Does nothing if the flow has completed. The runs are replayed one
-        by one; if one of them is refused, those before it stay replayed. The runs of a cancelled flow are replayed only
-        with `allow_cancelled_flow`. Raises NotFoundError (`execution_not_found`) if retention has deleted runs.
+        Runs that have succeeded keep their results, and runs that a decided group has cancelled stay cancelled, unless
+        one that was skipped needs them. Does nothing if the flow has completed. If a run is refused, others stay
+        replayed. The runs of a cancelled flow are replayed only with `allow_cancelled_flow`. Raises NotFoundError
+        (`execution_not_found`) if retention has deleted runs.
         """
-        unmet = await self._unmet(limit=MAX_NODES)
+        request = ReplayRequest.check(reason=reason, requested_by=by, allow_cancelled_flow=allow_cancelled_flow)
+        unmet = await self._unmet(limit=1)
         status, deleted = (await self._progress()).status, await self._deleted()
         if not unmet.final_count and (status is FlowStatus.COMPLETED or not deleted.final_count):
             return []
@@ -232,16 +238,13 @@ class FlowRun:
                 f"flow {self.id} cannot be replayed: {_deleted_text(deleted)}; submit it again, or replay single runs "
                 "with run.replay()",
             )
+        is_cause = await self._members.list_to_replay(self._flow_id)
         order = {run.id: nth for nth, run in enumerate(self._runs)}
-        # What failed first, so that nothing that was skipped finds an upstream run that has ended.
-        again = sorted(
-            (each for each in unmet.first if each.is_cause or each.outcome is TerminalOutcome.SKIPPED),
-            key=lambda each: (not each.is_cause, order.get(each.execution_id, 0), each.execution_id),
-        )
-        runs = [Run[Any](self._fabric, each.execution_id, None) for each in again]
-        for run in runs:
-            await run.replay(reason, by=by, allow_cancelled_flow=allow_cancelled_flow)
-        return runs
+        again = sorted(is_cause, key=lambda each: (not is_cause[each], order.get(each, 0), each))
+        for verdict in await parts_of(self._fabric.engine).replays.replay_many(again, request):
+            if isinstance(verdict, EngineError):
+                raise verdict
+        return [Run[Any](self._fabric, each, None) for each in again]
 
     async def _wait(self, timeout: Duration | None) -> FlowStatus:
         seconds = None if timeout is None else milliseconds(timeout, "timeout") / 1000
@@ -293,8 +296,11 @@ class FlowRun:
             reason = f"a run did not succeed, and whether the final runs did is not known: {_deleted_text(deleted)}"
         elif deleted.count:
             reason += f", and {_deleted_text(deleted)}"
-        causes = [(each.execution_kind, _error_of(each)) for each in unmet.first if each.is_cause]
-        return FlowRunFailed(self.id, reason, causes)
+        named = [each for each in unmet.first if each.is_cause]
+        if not named and not deleted.count:
+            # There was no cause: a group has cancelled what another run needed.
+            named = list(unmet.first)
+        return FlowRunFailed(self.id, reason, [(each.execution_kind, _error_of(each)) for each in named])
 
     @property
     def _members(self) -> Members:

@@ -225,7 +225,8 @@ def _nodes_of(given: object, name: str) -> list[Node]:
         advice = "groups cannot be nested" if isinstance(wrong[0], Group) else "make nodes with flow.add(...)"
         raise TypeError(f"{name}: expected only nodes, got {shown(wrong[0])}; {advice}")
     if not nodes:
-        raise error("invalid_input", f"{name}: no nodes were given; a node that waits for nothing takes no {name}")
+        advice = "pass the list itself where there may be none" if name == "all_of" else "it takes at least one"
+        raise error("invalid_input", f"{name}: no nodes were given; {advice}")
     flows = list(dict.fromkeys(node._flow for node in nodes))
     if len(flows) > 1:
         raise _of_another_flow(nodes[[node._flow for node in nodes].index(flows[1])], flows[0], name)

@@ -77,7 +77,11 @@ def parse_edge_policy(value: object, field: str = "policy") -> EdgePolicy:
     """Return an edge policy given as one, or as a mapping of its kind and its fields."""
     policy = _policy_of(value, field) if isinstance(value, Mapping) else value
     if not isinstance(policy, AllOfEdges | AnyOfEdges | QuorumOfEdges):
-        raise error("invalid_input", f"{field}: expected AllOfEdges, AnyOfEdges or QuorumOfEdges, got {shown(value)}")
+        raise error(
+            "invalid_input",
+            f"{field}: expected AllOfEdges, AnyOfEdges or QuorumOfEdges, or a mapping such as {{'kind': 'all_of'}}, "
+            f"got {shown(value)}",
+        )
     if isinstance(policy, AnyOfEdges | QuorumOfEdges) and word_of(OnSatisfied, policy.on_satisfied) is None:
         words = " or ".join(OnSatisfied)
         raise error("invalid_input", f"{field}: on_satisfied must be {words}, got {shown(policy.on_satisfied)}")

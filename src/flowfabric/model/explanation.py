@@ -270,6 +270,8 @@ def summarise(public_state: PublicState, reasons: Sequence[Reason]) -> str:
         return state
     first = reasons[0]
     has_policy = isinstance(first, DependenciesReason) and first.policy is not None
+    if has_policy:
+        state = "waiting"
     link = " " if first.kind in _INLINE or has_policy else ": "
     return f"{state}{link}{'; '.join(map(_phrase, reasons))}"
 

@@ -60,13 +60,11 @@ class CancellationPolicy(StrEnum):
 MAX_CANCEL_GRACE_MS = 2**53 - 1
 
 
-def parse_cancellation_policy(value: object) -> CancellationPolicy:
+def parse_cancellation_policy(value: object, field: str = "cancellation_policy") -> CancellationPolicy:
     """Return a caller's cancellation policy."""
     policy = CancellationPolicy.FLOW_ONLY if value == "cancel_flow_only" else word_of(CancellationPolicy, value)
     if policy is None:
-        raise error(
-            "invalid_input", f"cancellation_policy: expected one of {', '.join(CancellationPolicy)}, got {shown(value)}"
-        )
+        raise error("invalid_input", f"{field}: expected one of {', '.join(CancellationPolicy)}, got {shown(value)}")
     return policy
 
 

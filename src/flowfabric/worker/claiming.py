@@ -17,6 +17,9 @@ from flowfabric.worker.slots import Slots
 
 logger = logging.getLogger(__name__)
 
+RECHECK_SECONDS = (0.05, 0.2)
+"""The pauses after claims that found nothing although there was work just now: a row that another session had locked at
+that moment, such as a cascade that counts a late result, is not announced again."""
 LISTENING_POLL_SECONDS = 5.0
 """The longest pause between two claims while hints arrive and due work is announced by a hint."""
 IDLE_SECONDS = 0.05
@@ -60,6 +63,7 @@ class ClaimLoop:
             return
         lanes = self._worker.lanes
         idle_pauses = pauses(IDLE_SECONDS, self._poll_seconds)
+        rechecks = iter(RECHECK_SECONDS)
         while True:
             wanted = await self._slots.wait_for_capacity()
             if self._stopping.is_set():
@@ -77,6 +81,7 @@ class ClaimLoop:
             self._slots.ahead.claimed(is_full=len(claimed) == wanted)
             if claimed:
                 idle_pauses = pauses(IDLE_SECONDS, self._poll_seconds)
+                rechecks = iter(RECHECK_SECONDS)
                 self._start(claimed, asked_at)
             if len(claimed) >= min(wanted, free):
                 # There may be more: what could not be claimed ahead is claimed when a slot is free.
@@ -86,10 +91,11 @@ class ClaimLoop:
                 await self._wakeups.wait_for_work(lanes, next(idle_pauses), since=wakes)
             elif not self._stopping.is_set():
                 if self._is_due_work_announced and self._wakeups.hints.is_listening:
-                    seconds = LISTENING_POLL_SECONDS * random.uniform(0.75, 1)
+                    seconds = next(rechecks, LISTENING_POLL_SECONDS * random.uniform(0.75, 1))
                 else:
                     seconds = next(idle_pauses)
-                await self._wakeups.wait_for_work(lanes, seconds, since=wakes)
+                if await self._wakeups.wait_for_work(lanes, seconds, since=wakes):
+                    rechecks = iter(RECHECK_SECONDS)
 
     async def _claim(self, wanted: int, free: int) -> Sequence[ClaimedExecution]:
         worker = self._worker

@@ -229,7 +229,7 @@ async def test_an_execution_that_waits_for_dependencies_is_explained(flow: Built
     assert reason.policy == QuorumOfEdges(2, OnSatisfied.LET_RUN)
     assert (reason.unmet_count, {edge.edge_id: edge for edge in reason.edges}) == (2, edges)
     assert reason.detail == f"1 dep(s) unresolved incl {applied}"
-    assert found.summary.startswith("waiting children until 2 of its dependencies have succeeded; 2 unresolved: ")
+    assert found.summary.startswith("waiting until 2 of its dependencies have succeeded; 2 unresolved: ")
     assert f"job {second} (waiting, not applied)" in found.summary
 
 
@@ -288,7 +288,7 @@ async def test_an_explanation_lists_at_most_a_hundred_dependencies(flow: BuiltFl
     (reason,) = found.reasons
     assert isinstance(reason, DependenciesReason)
     assert (len(reason.edges), reason.unmet_count) == (MAX_EDGES, MAX_EDGES + 1)
-    assert found.summary.startswith("waiting children until all of its dependencies have succeeded; 101 unresolved: ")
+    assert found.summary.startswith("waiting until all of its dependencies have succeeded; 101 unresolved: ")
     assert found.summary.endswith(" and 98 more")
 
 

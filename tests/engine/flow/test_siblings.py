@@ -143,13 +143,28 @@ async def test_a_sibling_that_cannot_be_cancelled_does_not_hold_up_the_rest_of_a
     others = [flow.id(name) for name in "bcde"]
     stuck, *_ = sorted(others)
     async with locked(connection, stuck):
-        for _ in range(3):
-            await sweep.dispatch()
-            sweep.quarantine._failures.clear()
+        while (await sweep.dispatch()).done:
+            pass
         assert sorted(await states(engine, others)) == [*["cancelled"] * 3, "waiting"]
+    sweep.quarantine._failures.clear()
     while (await sweep.dispatch()).done:
         pass
     assert await states(engine, others) == ["cancelled"] * 4
+    assert await rows.of("pending_cancel_group") == []
+
+
+async def test_the_sweep_leaves_groups_to_the_dispatcher_of_its_process_while_it_works(
+    engine: Engine, rows: Rows, sweep: Siblings, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "GROUP_PATIENCE_SECONDS", 1.0)
+    flow = await decided(engine, rows)
+    async with connection.transaction():
+        await connection.execute("select from edge_group for update")
+        sweep._start()
+        assert await sweep.dispatch() == (0, False, ())
+    await sweep.drain()
+    assert sweep.quarantine.skipped() == []
+    assert await states(engine, [flow.id("b")]) == ["cancelled"]
     assert await rows.of("pending_cancel_group") == []
 
 

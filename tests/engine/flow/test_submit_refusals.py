@@ -121,7 +121,7 @@ GROUPS: list[Refusal] = [
     (flow("a b", "a>b", groups=["b"]), "invalid_input", "groups: expected a mapping"),
     (grouped(c=ANY), "invalid_input", "groups['c']: no node has this name"),
     (grouped(a=ANY), "invalid_input", "groups['a']: the node has no inbound edges"),
-    (grouped(b=5), "invalid_input", "groups['b']: expected AllOfEdges, AnyOfEdges or QuorumOfEdges, got 5"),
+    (grouped(b=5), "invalid_input", "groups['b']: expected AllOfEdges, AnyOfEdges or QuorumOfEdges, or a mapping"),
     *(
         (
             grouped(b=wrong),

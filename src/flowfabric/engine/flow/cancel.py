@@ -282,7 +282,7 @@ def _wait_seconds(wait: object) -> float | None:
         case NoWait():
             return None
         case WaitUpTo(ms):
-            check_range(ms, "wait", 0, MAX_WAIT_MS)
+            check_range(ms, "wait: ms", 0, MAX_WAIT_MS)
             return ms / 1000
         case WaitIndefinite():
             return MAX_WAIT_MS / 1000

@@ -97,8 +97,16 @@ class Siblings:
         group = await self._read(flow_id, downstream_execution_id)
         return SiblingReconcile.NO_OP if group is None else await self._reconcile(group)
 
-    async def dispatch(self, limit: int = GROUP_LIMIT, *, patience_seconds: float = 0.0) -> SweepResult:
+    async def dispatch(self, limit: int = GROUP_LIMIT) -> SweepResult:
         """Cancel siblings of the groups that have waited longest, for a limited time; return of how many groups.
+
+        Leaves them to the dispatcher of this process while it works: both would take the same siblings, and each would
+        find those locked that the other is cancelling.
+        """
+        return SweepResult(0, is_full=False) if self._task is not None else await self._dispatch(limit)
+
+    async def _dispatch(self, limit: int = GROUP_LIMIT, *, patience_seconds: float = 0.0) -> SweepResult:
+        """Cancel siblings of the groups that have waited longest.
 
         Siblings that other sessions have locked are tried again for `patience_seconds`, then with their whole group by
         a later pass. Behind a group that stayed locked, the pass waits for no other.
@@ -149,7 +157,7 @@ class Siblings:
             while self._is_wanted:
                 self._is_wanted = False
                 # Among many running siblings, one is mostly locked for a moment, by a call of its worker.
-                while (swept := await self.dispatch(patience_seconds=RUN_PATIENCE_SECONDS)).done and swept.is_full:
+                while (swept := await self._dispatch(patience_seconds=RUN_PATIENCE_SECONDS)).done and swept.is_full:
                     pass
         except EngineError as fault:
             logger.debug("siblings are left to the sweep: %s", fault)
@@ -202,9 +210,10 @@ class Siblings:
             if not isinstance(result, EngineError) and result is not CancelDisposition.WITHDRAWN
         ]
         became = await self._take(group, handled, max(patience_seconds, GROUP_PATIENCE_SECONDS))
-        if problems:
+        # The next pass goes on with the rest of a long list, as long as each pass cancels some of it.
+        if problems and not handled:
             raise problems[0]
-        if became == "pending":
+        if problems or became == "pending":
             return None
         if became == "gone" or (group.exists and not group.is_flagged):
             return SiblingDrain.ALREADY_DRAINED

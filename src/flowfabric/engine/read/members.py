@@ -149,6 +149,15 @@ class Members:
             )
         return UnmetMembers(first=first, count=rows[0]["unmet"], final_count=rows[0]["unmet_final"])
 
+    async def list_to_replay(self, flow_id: FlowId) -> dict[ExecutionId, bool]:
+        """The members of a flow that run again when it is replayed, each with whether it was not skipped; these first.
+
+        A sibling that a decided group has cancelled is one of them only if a member of these needs its result.
+        """
+        partition, parsed = check_flow_id(self._store, flow_id)
+        rows = await self._store.fetch(SQL.list_members_to_replay, partition_key=partition, flow_id=parsed)
+        return {format_execution_id(partition, row["execution_id"]): row["is_cause"] for row in rows}
+
     async def count_deleted(self, flow_id: FlowId) -> DeletedMembers | None:
         """Count the members of a flow that retention has deleted; None if the flow does not exist."""
         partition, parsed = check_flow_id(self._store, flow_id)

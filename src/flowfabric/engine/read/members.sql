@@ -45,6 +45,33 @@ select u.execution_id, k.execution_kind, u.terminal_outcome::text as terminal_ou
   left join kind k on k.kind_no = q.kind_no
  order by u.rank, u.execution_id;
 
+-- name: list_members_to_replay
+-- The members of a flow that did not succeed and run again when it is replayed: those that failed, expired, were cancelled or were skipped,
+-- and of the siblings that decided groups have cancelled those without which one of these would be skipped again. The filter is a hashed
+-- subplan: a join could be a nested loop.
+with recursive unmet as materialized (
+  select e.partition_key, e.execution_id, e.terminal_outcome::text <> 'skipped' as is_cause,
+         (e.terminal_outcome::text = 'cancelled' and e.cancellation_reason like 'sibling\_quorum\_%') is true as is_sibling
+    from execution e
+   where e.flow_id = :flow_id and e.partition_key = :partition_key and e.terminal_outcome in ('failed', 'expired', 'cancelled', 'skipped')
+),
+needed as (
+  select u.partition_key, u.execution_id, u.is_cause from unmet u where not u.is_sibling
+   union
+  select n.partition_key, x.upstream_id, true
+    from needed n
+   cross join lateral (
+         select x.upstream_id from edge_group g
+          cross join lateral (
+                select x.upstream_id from edge x
+                 where x.downstream_id = g.downstream_id and x.partition_key is not distinct from g.partition_key
+                   and x.flow_id is not distinct from g.flow_id and x.state::text = 'impossible' offset 0) x
+          where g.partition_key = n.partition_key and g.flow_id = :flow_id and g.downstream_id = n.execution_id
+            and g.group_state::text = 'impossible' offset 0) x
+   where (x.upstream_id in (select s.execution_id from unmet s where s.is_sibling)) is true
+)
+select n.execution_id, n.is_cause from needed n order by not n.is_cause, n.execution_id;
+
 -- name: count_deleted_members
 -- How many members a flow has had, how many of them retention has deleted, and how many of these no edge leaves. The edges of a deleted
 -- member stay until the flow is deleted; they are read only if a member was deleted. Without the offset, the planner could read the edges
