@@ -60,6 +60,7 @@ class Graph:
                 flow_id=parsed,
                 namespace_no=await self._store.namespace_no(namespace),
                 flow_kind=kind,
+                retention_ms=self._store.rules.retention_ms,
             )
             # Without a row, another session has created it since; its commit is confirmed too.
             if rows or not await self._exists(partition, parsed):

@@ -83,7 +83,12 @@ class FlowSummaries:
 
     async def project_due(self) -> SweepResult:
         """Project a batch of flows whose summary is due; those locked elsewhere are left for the next batch."""
-        rows = await self._store.fetch(SQL.list_due_flows, skipped=self._quarantine.skipped(), limit=FLOW_LIMIT)
+        rows = await self._store.fetch(
+            SQL.list_due_flows,
+            since=self._store.projection_watermark.since,
+            skipped=self._quarantine.skipped(),
+            limit=FLOW_LIMIT,
+        )
         done = sum([await self._project_together(part) for part in _parts(rows)])
         return SweepResult(done, is_full=done > 0 and len(rows) >= FLOW_LIMIT)
 

@@ -1,8 +1,8 @@
 -- name: list_due_flows
--- The flows whose summary is due, the longest first, except :skipped, each with its number of members.
+-- The flows whose summary is due since :since, the longest first, except :skipped, each with its number of members.
 select f.partition_key, f.flow_id, f.node_count
   from flow f
- where f.project_at <= (select ff_now()) and f.flow_id <> all(:skipped::uuid[])
+ where f.project_at > :since::bigint and f.project_at <= (select ff_now()) and f.flow_id <> all(:skipped::uuid[])
  order by f.project_at limit :limit;
 
 -- name: lock_due_flows
@@ -21,17 +21,13 @@ select f.partition_key, f.flow_id
 
 -- name: count_members
 -- The members of flows that the transaction has locked, by their public state, and the ends that are queued for the cascade, all
--- from one snapshot: a member and its entry of the cascade change in the same commit. Next to them, the counts that the flow has.
+-- from one snapshot: a member and its entry of the cascade change in the same commit. Next to them, the counts that the flow has. If these
+-- are those of the members, no end is queued, and the entries are not read.
 select i.partition_key, i.flow_id, f.node_count, f.live_count, f.unhappy_count, q.queued, q.queued_unhappy, m.*
   from unnest(:partition_keys::smallint[], :flow_ids::uuid[]) with ordinality as i(partition_key, flow_id, nth)
  cross join lateral (
        select f.node_count, f.live_count, f.unhappy_count from flow f
         where f.partition_key = i.partition_key and f.flow_id = i.flow_id limit 1) f
- cross join lateral (
-       select coalesce(sum(cardinality(c.execution_ids)), 0)::int as queued,
-              coalesce(sum(cardinality(c.execution_ids)) filter (where c.outcome = any(:unhappy::smallint[])), 0)::int as queued_unhappy
-         from cascade_entry c
-        where c.partition_key = i.partition_key and c.flow_id = i.flow_id) q
  cross join lateral (
        select count(*)::int as total,
               count(*) filter (where e.public_state = 'completed')::int as completed,
@@ -47,6 +43,13 @@ select i.partition_key, i.flow_id, f.node_count, f.live_count, f.unhappy_count, 
               count(*) filter (where e.public_state = 'waiting_children')::int as waiting_children
          from execution e
         where e.flow_id = i.flow_id) m
+ cross join lateral (
+       select coalesce(sum(cardinality(c.execution_ids)), 0)::int as queued,
+              coalesce(sum(cardinality(c.execution_ids)) filter (where c.outcome = any(:unhappy::smallint[])), 0)::int as queued_unhappy
+         from cascade_entry c
+        where (m.total - m.completed - m.failed - m.cancelled - m.expired - m.skipped, m.failed + m.cancelled + m.expired)
+              is distinct from (f.live_count, f.unhappy_count)
+          and c.partition_key = i.partition_key and c.flow_id = i.flow_id) q
  order by i.nth;
 
 -- name: set_summaries
