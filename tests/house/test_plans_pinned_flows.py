@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
-from engine.flows import flow_of
-from fixtures import Clock, Given
+from engine.flows import flow_of, settle
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.core.watermark import TimerWatermark
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -69,3 +69,25 @@ async def test_a_deleted_flow_is_not_read_again(
     assert (await sweep.trim_batch()).done == 1
     assert touched.of("take_flows", "flow") <= 4
     assert await pinned.describe_flow(late) is None
+
+
+async def test_an_execution_that_waited_is_not_read_again(
+    pinned: Engine, given: Given, rows: Rows, clock: Clock, touched: Touched
+) -> None:
+    parts = parts_of(pinned)
+    await clock.stop()
+    first, *others = [await given.created() for _ in range(FLOWS)]
+    flow_id = await flow_of(pinned, [first, *others], [(first, other) for other in others])
+    await pinned.cancel_execution(execution_id=first, reason="x")
+    await settle(pinned, flow_id)
+    await clock.advance(seconds=5)
+    await read_due(parts.store, [])
+    await parts.blocked.reconcile()
+    touched.clear()
+    later = [await given.created() for _ in range(2)]
+    await flow_of(pinned, later, [(later[0], later[1])])
+    for _ in range(2):
+        await parts.blocked.reconcile()
+        # The other end of each scan is an entry too.
+        assert touched.of("list_stuck", "listed") <= 6
+        assert touched.of("list_old_entries", "cascade_entry") <= 2
