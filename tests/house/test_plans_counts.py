@@ -12,10 +12,12 @@ from creates import new
 from databases import Databases
 from engine.waits import suspend_args
 from fixtures import Clock
+from flowfabric.db.database import Transaction
 from flowfabric.db.session import connect
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read.counting import SQL
+from flowfabric.model.flow import FlowEdge, FlowNode
 from flowfabric.model.states import PublicState
 from flowfabric.settings import Settings
 from house.filled import STATISTICS
@@ -163,3 +165,39 @@ async def test_a_count_of_waiting_executions_of_a_lane_reads_no_entry_of_another
     touched.clear()
     assert await full.count_executions(lane_id="unknown", public_state="waiting") == []
     assert touched[STATEMENT] == 0
+
+
+_INDEX_SCANS = """
+select sum(pg_stat_get_xact_numscans(i.indexrelid))::int
+  from pg_index i where i.indrelid in ('queue'::regclass, 'ready'::regclass)
+"""
+
+
+async def test_the_queue_of_a_blocked_execution_is_not_looked_up_for_each(engine: Engine) -> None:
+    common: dict[str, Any] = {"lane_id": "default", "execution_kind": "job", "creator_identity": "test"}
+    await engine.submit_flow(
+        flow_kind="dag",
+        namespace="tests",
+        nodes=[FlowNode(name=str(nth), input_payload=b"", **common) for nth in range(301)],
+        edges=[FlowEdge(upstream="0", downstream=str(nth)) for nth in range(1, 301)],
+    )
+
+    async def count(transaction: Transaction) -> tuple[int, int]:
+        before = await transaction.connection.fetchval(_INDEX_SCANS)
+        rows = await transaction.fetch(
+            SQL.count_executions,
+            namespaces=None,
+            lanes=None,
+            kinds=None,
+            states=list(PublicState),
+            by_lane=False,
+            by_state=True,
+            by_namespace=False,
+            by_kind=False,
+        )
+        scans = await transaction.connection.fetchval(_INDEX_SCANS) - before
+        return {row["public_state"]: row["executions"] for row in rows}["waiting_children"], scans
+
+    blocked, scans = await parts_of(engine).store.transact(count)
+    assert blocked == 300
+    assert scans <= 20

@@ -392,6 +392,7 @@ create table flow (
   live_count integer not null default 0,
   unhappy_count integer not null default 0,
   project_at bigint,
+  quiet_count smallint not null default 0,
   ended_at bigint,
   retain_until bigint not null default 0,
   created_at bigint not null,

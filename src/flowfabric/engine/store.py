@@ -61,6 +61,7 @@ class Store:
         self.wakeups: Wakeups = Wakeups(hints, None if first is None else first.wakeups)
         self.due_watermark = TimerWatermark(full_scan_seconds=10, margin_ms=1_000)
         self.retained_watermark = TimerWatermark(full_scan_seconds=600, margin_ms=100)
+        self.projection_watermark = TimerWatermark(full_scan_seconds=60, margin_ms=1_000)
         self._numbers: dict[tuple[str, ...], int] = {}
         self._lanes: dict[int, str] = {}
         self._workers: dict[tuple[str, str], tuple[int, float]] = {}

@@ -44,11 +44,13 @@ class Due:
 
 async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
     """Read what is due. The sample grows by the quarantined ids, so that they cannot hide other work."""
-    due_since, retained_since = store.due_watermark.scan_start(), store.retained_watermark.scan_start()
+    watermarks = (store.due_watermark, store.retained_watermark, store.projection_watermark)
+    starts = [watermark.scan_start() for watermark in watermarks]
+    due_since, retained_since, projected_since = starts
 
     def record(seconds: float) -> None:
-        store.due_watermark.record_scan(due_since, seconds)
-        store.retained_watermark.record_scan(retained_since, seconds)
+        for watermark, since in zip(watermarks, starts, strict=True):
+            watermark.record_scan(since, seconds)
 
     began = time.monotonic()
     try:
@@ -56,6 +58,7 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
             SQL.read_due,
             due_since=due_since,
             retained_since=retained_since,
+            projected_since=projected_since,
             ahead_ms=AHEAD_MS,
             grant_memory_ms=GRANT_MEMORY_MS,
             identity_memory_ms=memory_ms(store.rules),
@@ -70,6 +73,8 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         raise
     record(row["took_ms"] / 1000)
     store.due_watermark.move_to(row["oldest_due_at"])
+    oldest_projection_at = row["oldest_projection_at"]
+    store.projection_watermark.move_to(row["now"] if oldest_projection_at is None else oldest_projection_at)
     if not row["has_retained"]:
         store.retained_watermark.move_to(row["now"])
     elif retained_since == 0:
@@ -91,6 +96,6 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         has_cascade_entries=row["oldest_entry_at"] is not None,
         has_pending_groups=row["has_pending_groups"],
         has_due_cancellations=row["has_due_cancellations"],
-        has_due_flows=row["has_due_flows"],
+        has_due_flows=oldest_projection_at is not None,
         next_due_in_ms=row["next_due_in_ms"],
     )

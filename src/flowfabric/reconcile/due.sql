@@ -1,6 +1,7 @@
 -- name: read_due
 -- The work that waits for each sweep: the number of due timers of each kind among the oldest :sample after :due_since, the
--- oldest due time, the time of the next timer if it is within :ahead_ms, and how long this statement took.
+-- oldest due time, the time of the next timer if it is within :ahead_ms, the longest due projection of a flow after :projected_since,
+-- and how long this statement took.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select k.kind, t.due_at
@@ -38,7 +39,9 @@ select (select count(*) from claims) as expired_claims,
        exists (select from stream where sweep_at <= (select now from clock)) as has_due_streams,
        exists (select from pending_cancel_group where enqueued_at <= (select now from clock)) as has_pending_groups,
        exists (select from cancel_backlog where grace_until <= (select now from clock)) as has_due_cancellations,
-       exists (select from flow where project_at <= (select now from clock)) as has_due_flows,
+       (select f.project_at from flow f
+         where f.project_at > :projected_since::bigint and f.project_at <= (select now from clock)
+         order by f.project_at limit 1) as oldest_projection_at,
        exists (select from claim_grant
                 where expires_at <= (select now from clock) - :grant_memory_ms::bigint) as has_old_grants,
        exists (select from worker where lapses_at < (select now from clock)) as has_expired_workers,

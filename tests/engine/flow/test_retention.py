@@ -17,6 +17,7 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.flow import Added
 
 DAY = 86_400
+MINUTE = 60
 RECHECK = RECHECK_MS / 1000
 
 pytestmark = pytest.mark.usefixtures("consistent_rows")
@@ -247,6 +248,26 @@ async def test_a_flow_is_deleted_with_everything_of_it_after_its_members(
     assert set((await flows_in(rows)).values()) == {0}
 
 
+async def test_a_flow_whose_members_are_still_stored_is_looked_at_after_a_minute_and_then_less_often(
+    engine: Engine, given: Given, clock: Clock, rows: Rows
+) -> None:
+    await clock.stop()
+    flow_id = await flow_of(engine, [await given.completed()])
+    await settle(engine, flow_id)
+    (row,) = await rows.of("flow")
+    assert row["retain_until"] == row["created_at"] + DAY * 1000
+    await clock.advance(seconds=DAY)
+    waits = []
+    for _ in range(7):
+        assert await sweep(engine) == 0
+        (row,) = await rows.of("flow")
+        waits.append((row["retain_until"] - await clock.now()) / 1000 / MINUTE)
+        await clock.advance(ms=row["retain_until"] - await clock.now())
+    assert waits == [1, 1, 2, 4, 8, 15, 15]
+    assert await trim(engine) == 1
+    assert await sweep(engine) == 1
+
+
 async def test_a_flow_that_changed_within_the_retention_is_kept(
     engine: Engine, clock: Clock, rows: Rows, connection: asyncpg.Connection
 ) -> None:
@@ -260,7 +281,7 @@ async def test_a_flow_that_changed_within_the_retention_is_kept(
     assert early != late
     await clock.advance(seconds=DAY - 3)
     assert await sweep(engine) == 0
-    await clock.advance(seconds=3)
+    await clock.advance(seconds=3 + MINUTE)
     assert await sweep(engine) == 1
 
 
@@ -315,6 +336,8 @@ async def test_a_locked_flow_is_left_for_later(
         await connection.execute("select from flow where flow_id = $1 for update", locked)
         assert await sweep(engine) == 1
     assert {row["flow_id"] for row in await rows.of("flow")} == {locked}
+    # It is found by the next full scan.
+    parts_of(engine).flow_retention.watermark.move_to(0)
     assert await sweep(engine) == 1
 
 

@@ -14,6 +14,7 @@ from engine.state import all_cases, refused
 from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric import Fabric, FlowRunFailed
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.flow.retention import MEMBERS_MS
 from flowfabric.engine.parts import parts_of
 from flowfabric.flows import FlowState, FlowStatus
 from flowfabric.model.edge import AnyOfEdges, OnSatisfied
@@ -151,7 +152,7 @@ async def test_a_flow_without_members_tells_how_it_ended_until_its_retention_is_
     assert found is not None
     assert ended is not None
     assert (found.derived_state, ended.status) == (FlowState.FAILED, FlowStatus.FAILED)
-    await clock.advance(ms=1)
+    await clock.advance(ms=1 + MEMBERS_MS)
     assert await sweep(engine) == 1
     assert await rows.of("flow") == []
 

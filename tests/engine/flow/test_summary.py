@@ -201,6 +201,32 @@ async def test_the_sweep_projects_each_live_flow_once_in_an_interval(
     assert reconciler.stats["flow_projector"].processed == 4
 
 
+async def test_a_flow_in_which_nothing_changes_is_projected_less_often_until_a_member_ends(
+    engine: Engine, flow: BuiltFlow, rows: Rows, clock: Clock
+) -> None:
+    await clock.stop()
+    reconciler = Reconciler(engine)
+    member, _ = await flow.members(2)
+
+    async def pause() -> int:
+        await reconciler.catch_up()
+        wait: int = (await flow.row())["project_at"] - await clock.now()
+        return wait // INTERVAL_MS
+
+    found = []
+    for _ in range(6):
+        found.append(await pause())
+        await clock.advance(ms=found[-1] * INTERVAL_MS)
+    assert found == [1, 2, 4, 8, 8, 8]
+    # Another change counts from the next projection, an end at once.
+    await engine.change_priority(execution_id=member, new_priority=1)
+    await pause()
+    await engine.cancel_execution(execution_id=member, reason="x")
+    await flow.settle()
+    assert await pause() == 1
+    assert counts(await engine.read_flow_summary(flow.flow_id)) == {"cancelled": 1, "waiting": 1}
+
+
 async def test_a_large_flow_is_projected_less_often(
     flow: BuiltFlow, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

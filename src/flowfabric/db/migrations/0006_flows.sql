@@ -22,6 +22,8 @@ create table flow (
   unhappy_count       integer  not null default 0,
   -- When the summary is projected next; null once it has counted a flow without live members.
   project_at          bigint,
+  -- How many projections in a row have found the summary unchanged: the more, the later the next one.
+  quiet_count         smallint not null default 0,
   -- When the last member ended, the last time that none was live any more: the retention of the members counts from then.
   ended_at            bigint,
   -- When retention looks at the flow next; 0 if it has not yet.

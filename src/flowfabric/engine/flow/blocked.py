@@ -12,7 +12,8 @@ from flowfabric.engine.core.batches import in_batches
 from flowfabric.engine.core.quarantine import is_connection_fault, is_statement_timeout
 from flowfabric.engine.core.row import lock_execution
 from flowfabric.engine.core.sweep import BatchSize, SweepResult
-from flowfabric.engine.flow.cascade import Cascade
+from flowfabric.engine.core.watermark import TimerWatermark
+from flowfabric.engine.flow.cascade import LEFT_OVER_MS, Cascade
 from flowfabric.engine.flow.resolve import EDGE_LIMIT, ResolvedEdges, Resolver, outcome_of_upstream
 from flowfabric.engine.flow.row import check_flow_id, lock_flow_if_exists, read_flow_of
 from flowfabric.engine.store import Store
@@ -63,6 +64,7 @@ class Blocked:
         self._position = _Position()
         self._page_size = BatchSize()
         self._pages = 0
+        self.watermark = TimerWatermark(full_scan_seconds=60, margin_ms=1_000)
 
     async def resolve_dependency(
         self, flow_id: UUID | str, edge_id: UUID | str, upstream_outcome: str
@@ -120,7 +122,7 @@ class Blocked:
 
         The pages follow each other and begin again after the last.
         """
-        changed = await self._cascade.settle_left_over(since=0)
+        changed = await self._cascade.settle_left_over(since=self._store.due_watermark.since - LEFT_OVER_MS)
         try:
             stuck, is_last = await self._next_page()
         except TransportError as fault:
@@ -149,7 +151,9 @@ class Blocked:
 
     async def _next_page(self) -> tuple[list[tuple[UUID | None, _Stuck]], bool]:
         """The executions of the next page to repair, each with its flow, and whether it is the last page."""
-        since = self._position
+        is_first = self._position == _Position()
+        start = self.watermark.scan_start() if is_first else 0
+        since = _Position(start - 1) if is_first else self._position
         rows = await self._store.fetch(
             SQL.list_stuck,
             since_at=since.at,
@@ -160,6 +164,9 @@ class Blocked:
         )
         self._page_size.record_in_time()
         end = rows[0]
+        if is_first:
+            self.watermark.record_scan(start, end["took_ms"] / 1000)
+            self.watermark.move_to(end["began_at"])
         is_last = end["reached_at"] is None
         # Before the repairs: if they fail, the next page is the next one nevertheless.
         self._position = _Position() if is_last else _Position(end["reached_at"], end["reached_id"], end["edges_seen"])

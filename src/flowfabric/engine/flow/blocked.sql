@@ -25,7 +25,8 @@ select s.*
 -- A page of executions that wait for dependencies: :limit lines after a position, where an execution has a line for each of its
 -- unsatisfied edges, or one if it has none. Returns the executions of the page that their dependencies allow to run, without edges, and
 -- those with edges whose upstream execution has ended or does not exist, at most :edges of them in a row. The first row has the
--- position of the last line, null if the page was the last. A position in the middle of an execution has the number of the edges seen.
+-- position of the last line, null if the page was the last, the time of the first, or now without any, and how long this took. A position
+-- in the middle of an execution has the number of the edges seen.
 with line as materialized (
   select b.at, b.execution_id, e.partition_key, e.flow_id, s.is_free, x.edge_id, x.upstream_id, x.nth
     from (select l.at, l.partition_key, l.execution_id
@@ -51,12 +52,14 @@ with line as materialized (
 ),
 last as (select at, execution_id, nth from line order by at desc, execution_id desc, nth desc limit 1)
 select null::smallint as partition_key, null::uuid as execution_id, null::uuid as flow_id, null::uuid[] as edge_ids,
-       l.at as reached_at, l.execution_id as reached_id, l.nth as edges_seen
+       l.at as reached_at, l.execution_id as reached_id, l.nth as edges_seen,
+       coalesce((select min(at) from line), (select ff_now())) as began_at,
+       (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000)::bigint as took_ms
   from (select count(*) as lines from line) c
   left join last l on c.lines = :limit
 union all
 select l.partition_key, l.execution_id, l.flow_id, coalesce(array_agg(l.edge_id order by l.nth) filter (where l.edge_id is not null), '{}'),
-       null, null, null
+       null, null, null, null, null
   from line l
   left join lateral (
        select u.lifecycle_phase from execution u

@@ -75,6 +75,7 @@ class Graph:
                 flow_id=parsed,
                 namespace_no=await self._store.namespace_no(namespace),
                 flow_kind=kind,
+                retention_ms=self._store.rules.retention_ms,
             )
             # Without a row, another session has created it since; its commit is confirmed too.
             if rows or not await flow_exists(self._store, partition, parsed):

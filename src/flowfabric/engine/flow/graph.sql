@@ -1,7 +1,7 @@
 -- name: insert_empty_flow
 -- Creates an empty flow; no row if there is one with its id.
-insert into flow (partition_key, flow_id, namespace_no, flow_kind, created_at, last_mutation_at)
-select :partition_key, :flow_id, :namespace_no, :flow_kind, c.now, c.now from (select ff_now() as now) c
+insert into flow (partition_key, flow_id, namespace_no, flow_kind, retain_until, created_at, last_mutation_at)
+select :partition_key, :flow_id, :namespace_no, :flow_kind, c.now + :retention_ms::bigint, c.now, c.now from (select ff_now() as now) c
 on conflict (partition_key, flow_id) do nothing
 returning flow_id;
 

@@ -27,6 +27,8 @@ SQL = statements_beside(__file__)
 
 EDGE_LIMIT = 2000
 """How many edges one transaction resolves at most."""
+BYTE_LIMIT = 32 * 2**20
+"""How many bytes of results one transaction of the cascade copies at most, if it copies several."""
 
 logger = logging.getLogger(__name__)
 
@@ -114,10 +116,12 @@ class Resolver:
             entry_partitions=[key.partition_key for key in keys],
             event_ids=[key.event_id for key in keys],
             edges=limit,
+            bytes=BYTE_LIMIT,
         )
         left = _keys(locked["left_partitions"], locked["left_event_ids"])
+        rest = _keys(locked["rest_partitions"], locked["rest_event_ids"])
         if not locked["event_ids"]:
-            return ResolvedEdges(), left, False
+            return ResolvedEdges(), left + rest, bool(rest)
         if locked["event_ids_without_flow"]:
             logger.warning(
                 "dropping events %s of the cascade: their flow was deleted", locked["event_ids_without_flow"]
@@ -126,7 +130,7 @@ class Resolver:
             SQL.settle_entries,
             entry_partitions=locked["entry_partitions"],
             event_ids=locked["event_ids"],
-            edges=limit,
+            edges=locked["edges"],
             children=locked["children"] or (),
             has_data=locked["has_data"],
             **_PROMOTION,
@@ -145,7 +149,7 @@ class Resolver:
         if changes:
             resolved.has_state_events = await change_members(transaction, changes)
         left += _keys(row["left_partitions"], row["left_event_ids"])
-        return resolved, left, row["is_cut"] or False
+        return resolved, left + rest, bool(rest) or row["is_cut"] or False
 
     async def promote(
         self, transaction: Transaction, execution_ids: Sequence[tuple[int, UUID]]

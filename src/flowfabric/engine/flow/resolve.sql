@@ -9,7 +9,11 @@ counted as materialized (
          g.satisfied_at, case g.policy when 'all_of' then g.staged_count when 'any_of' then 1 else g.k end as needed,
          g.policy <> 'all_of' and coalesce(g.on_satisfied, 'cancel_remaining') = 'cancel_remaining' as cancels_siblings
     from (select partition_key, flow_id, downstream_id, count(*) filter (where outcome = 1) as succeeded,
-                 count(*) filter (where outcome between 2 and 4) as failed, count(*) filter (where outcome = 5) as skipped
+                 count(*) filter (where outcome between 2 and 4) as failed, count(*) filter (where outcome = 5) as skipped,
+                 -- The edges of the child in their order: a join with hop would compare each edge with each.
+                 array_agg(upstream_id order by nth) filter (where :has_data::boolean) as upstream_ids,
+                 array_agg(outcome order by nth) filter (where :has_data) as outcomes,
+                 array_agg(data_passing_ref is not null order by nth) filter (where :has_data) as pass_data
             from hop group by partition_key, flow_id, downstream_id) d
    cross join lateral (
          select g.* from edge_group g
@@ -76,20 +80,19 @@ child as materialized (
          -- wins, and under any_of and quorum only the success that decides. After a replay, the kept successes may be enough, and the first
          -- edge decides.
          select h.upstream_id as source_id
-           from (select h.*, row_number() over (order by h.nth) as result_no,
-                        count(*) filter (where h.outcome = 1) over (order by h.nth) as success_no from hop h
-                  where :has_data::boolean and h.partition_key = j.partition_key and h.flow_id = j.flow_id
-                    and h.downstream_id = j.downstream_id) h
+           from (select h.*, count(*) filter (where h.outcome = 1) over (order by h.result_no) as success_no
+                   from unnest(j.upstream_ids, j.outcomes, j.pass_data)
+                        with ordinality as h(upstream_id, outcome, passes_data, result_no)) h
           cross join lateral (
                 select u.result_payload is not null or exists (
                          select from execution_result r
-                          where r.partition_key = h.partition_key and r.execution_id = h.upstream_id) as has_result
-                  from execution u where u.partition_key = h.partition_key and u.execution_id = h.upstream_id limit 1) u
-          where h.outcome = 1 and h.data_passing_ref is not null and u.has_result
+                          where r.partition_key = j.partition_key and r.execution_id = h.upstream_id) as has_result
+                  from execution u where u.partition_key = j.partition_key and u.execution_id = h.upstream_id limit 1) u
+          where h.outcome = 1 and h.passes_data and u.has_result
             and case when j.policy = 'all_of' then h.success_no = h.result_no
                      when j.succeeded_count - j.succeeded >= j.needed then h.result_no = 1
                      else h.success_no = j.needed - (j.succeeded_count - j.succeeded) end
-          order by h.nth desc limit 1) s
+          order by h.result_no desc limit 1) s
       on j.group_state = 'pending' and (j.policy = 'all_of' or (j.has_fired and j.to_state = 'satisfied'))
    where e.terminal_outcome = 'none' and (j.has_fired or s.source_id is not null)
 ),
@@ -202,23 +205,30 @@ out_edge as materialized (
 )
 
 -- name: lock_entries
--- Locks entries that still exist, their flows, and the children of the next :edges edges that leave their executions, except what is
--- locked elsewhere. Returns the locked entries, those that are locked elsewhere, the children, and whether an edge passes data. Edges
--- that appear meanwhile have a child that is not locked, so settle_entries leaves them. Flows and children that do not exist count as
--- locked: nothing can be done for them, so they keep no entry. Entries of such flows are returned too. The offsets keep the planner from
--- reading the whole table for a lookup.
-with found as materialized (
+-- Locks the first of these entries, up to the one with which they have :edges executions, if they still exist, with their flows, and the
+-- children of the next :edges edges that leave their executions, except what is locked elsewhere. Returns the locked entries, those that
+-- are locked elsewhere, those behind the first ones, the children, whether an edge passes data, and how many edges can be settled at once:
+-- the results that they pass have at most :bytes together, unless a single one has more. Edges that appear meanwhile have a child that is
+-- not locked, so settle_entries leaves them. Flows and children that do not exist count as locked: nothing can be done for them, so they
+-- keep no entry. Entries of such flows are returned too. The offsets keep the planner from reading the whole table for a lookup.
+with given as materialized (
+  select i.partition_key, i.event_id, sum(x.executions) over (order by i.nth) - x.executions < :edges as is_first
+    from unnest(:entry_partitions::smallint[], :event_ids::bigint[]) with ordinality as i(partition_key, event_id, nth)
+   cross join lateral (
+         select cardinality(x.execution_ids) as executions from cascade_entry x
+          where x.partition_key = i.partition_key and x.event_id = i.event_id limit 1) x
+),
+found as materialized (
   select i.partition_key, i.event_id, f.flow_id is null as is_without_flow, f.flow_id is not null or (
            c.flow_id is not null
            and not exists (select from flow f where f.partition_key = c.partition_key and f.flow_id = c.flow_id offset 0)) as is_locked
-    from unnest(:entry_partitions::smallint[], :event_ids::bigint[]) as i(partition_key, event_id)
-   cross join lateral (
-         select x.flow_id from cascade_entry x where x.partition_key = i.partition_key and x.event_id = i.event_id limit 1) x
+    from given i
     left join lateral (
          select c.partition_key, c.flow_id from cascade_entry c
           where c.partition_key = i.partition_key and c.event_id = i.event_id for update skip locked) c on true
     left join lateral (
          select f.flow_id from flow f where f.partition_key = c.partition_key and f.flow_id = c.flow_id for update skip locked) f on true
+   where i.is_first
 ),
 locked_entry as materialized (select partition_key, event_id from found where is_locked),
 -- include: entries
@@ -236,9 +246,22 @@ select (select array_agg(partition_key) from locked_entry) as entry_partitions,
        (select array_agg(event_id) from locked_entry) as event_ids,
        (select array_agg(partition_key) from found where not is_locked) as left_partitions,
        (select array_agg(event_id) from found where not is_locked) as left_event_ids,
+       (select array_agg(partition_key) from given where not is_first) as rest_partitions,
+       (select array_agg(event_id) from given where not is_first) as rest_event_ids,
        (select array_agg(event_id) from found where is_locked and is_without_flow) as event_ids_without_flow,
        (select array_agg(execution_id) from locked_child) as children,
-       coalesce((select bool_or(data_passing_ref is not null) from out_edge), false) as has_data;
+       coalesce((select bool_or(data_passing_ref is not null) from out_edge), false) as has_data,
+       least(:edges, (
+         select greatest(min(p.nth) - 1, 1)
+           from (select o.nth, sum(r.bytes) over (order by o.nth) as bytes
+                   from out_edge o
+                  cross join lateral (
+                        select octet_length(coalesce(u.result_payload, (
+                                 select r.result_payload from execution_result r
+                                  where r.partition_key = u.partition_key and r.execution_id = u.execution_id))) as bytes
+                          from execution u where u.partition_key = o.partition_key and u.execution_id = o.upstream_id limit 1) r
+                  where o.outcome = 1 and o.data_passing_ref is not null) p
+          where p.bytes > :bytes having count(*) > 0)) as edges;
 
 -- name: settle_entries
 -- Settles locked entries: resolves the next :edges edges of their executions whose children are locked (:children), and deletes the
@@ -265,10 +288,9 @@ cut as materialized (
     from located
 ),
 left_member as materialized (
-  select m.*, l.is_left
-    from member m
-    left join (select rank, true as is_left from located where is_taken and not is_locked group by rank) l using (rank)
-   where l.is_left or m.rank >= (select rank from cut)
+  select m.*
+    from (select m.*, (m.rank in (select rank from located where is_taken and not is_locked)) is true as is_left from member m offset 0) m
+   where m.is_left or m.rank >= (select rank from cut)
          -- A second pass for the edges that were left in the first.
       or (m.has_left_edges and m.after_edge_no is not null)
 ),
@@ -281,7 +303,7 @@ set_entries as (
      set execution_ids = l.execution_ids,
          after_edge_no = case when l.rank = t.rank then
            case when exists (select from located o where o.rank = l.rank and o.is_taken) then t.last_edge_no else m.after_edge_no end end,
-         has_left_edges = coalesce(l.rank = t.rank, false) and (coalesce(m.is_left, false) or m.has_left_edges)
+         has_left_edges = coalesce(l.rank = t.rank, false) and (m.is_left or m.has_left_edges)
     from left_entry l
    cross join cut t
     join left_member m on m.rank = l.rank

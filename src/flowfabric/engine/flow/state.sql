@@ -20,7 +20,8 @@ counted as materialized (
 updated as (
   update flow f
      set live_count = n.live_count, unhappy_count = n.unhappy_count, derived_state = n.to_state,
-         ended_at = n.ended_at, project_at = coalesce(f.project_at, n.now)
+         ended_at = n.ended_at, quiet_count = 0,
+         project_at = case when f.quiet_count > 0 then n.now else coalesce(f.project_at, n.now) end
     from counted n
    where f.partition_key = any(array[n.partition_key]) and f.flow_id = n.flow_id
   returning n.partition_key, n.flow_id, n.namespace_no, n.public_flow_state, n.derived_state, n.to_state, n.now

@@ -231,7 +231,7 @@ class SubmitFlow:
             found.append({**of_flow, **of_part})
             # Other tasks of the event loop have a turn.
             await asyncio.sleep(0)
-        found[0] |= _flow_values(draft)
+        found[0] |= {**_flow_values(draft), "retention_ms": self._store.rules.retention_ms}
         return found
 
     def _member_columns(self, draft: Draft, part: slice) -> dict[str, object]:

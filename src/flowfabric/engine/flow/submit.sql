@@ -140,11 +140,11 @@ refusing as materialized (
 ),
 new_flow as (
   insert into flow (partition_key, flow_id, namespace_no, flow_kind, graph_revision, node_count, edge_count, derived_state,
-                    live_count, project_at, created_at, last_mutation_at)
+                    live_count, project_at, retain_until, created_at, last_mutation_at)
   select :partition_key::smallint, :flow_id::uuid, :namespace_no::int, :flow_kind::text, :node_count::int + :edge_count::int,
          :node_count, :edge_count,
          case when :edge_count > 0 or :latest_delay_until::bigint > now or :longest_delay_ms::bigint > 0 then 'blocked' else 'open' end,
-         :node_count, case when :node_count > 0 then now end, now, now
+         :node_count, case when :node_count > 0 then now end, now + :retention_ms::bigint, now, now
     from clock
    where not exists (select from refusing)
   on conflict (partition_key, flow_id) do nothing

@@ -26,6 +26,9 @@ MEMBER_LIMIT = 10_000
 MEMBER_MS = 2
 """A flow is projected again after at least so many milliseconds for each member: counting them takes time."""
 
+QUIET_LIMIT = 3
+"""How often the interval between two projections of a flow is doubled in which nothing changes."""
+
 _COUNTS = (
     "completed",
     "failed",
@@ -65,7 +68,7 @@ class FlowSummaries:
             if locked is None:
                 return 0, False
             counted = await self._count(transaction, [(partition, parsed)])
-            return await self._write(transaction, [row for row in counted if row["total"]])
+            return await self._write(transaction, [row for row in counted if row["total"]], quiet_limit=0)
 
         projected, has_changed = await self._store.transact(project)
         self._after_commit(has_changed=has_changed)
@@ -84,7 +87,12 @@ class FlowSummaries:
 
     async def project_due(self) -> SweepResult:
         """Project a batch of flows whose summary is due; those locked elsewhere are left for the next batch."""
-        rows = await self._store.fetch(SQL.list_due_flows, skipped=self._quarantine.skipped(), limit=FLOW_LIMIT)
+        rows = await self._store.fetch(
+            SQL.list_due_flows,
+            since=self._store.projection_watermark.since,
+            skipped=self._quarantine.skipped(),
+            limit=FLOW_LIMIT,
+        )
         done = 0
         for batch in in_batches(rows, lambda row: row["node_count"], limit=MEMBER_LIMIT):
             done += await self._project_together([(row["partition_key"], row["flow_id"]) for row in batch])
@@ -107,7 +115,7 @@ class FlowSummaries:
             if not locked:
                 return 0, False
             counted = await self._count(transaction, [(row["partition_key"], row["flow_id"]) for row in locked])
-            return await self._write(transaction, counted)
+            return await self._write(transaction, counted, quiet_limit=QUIET_LIMIT)
 
         projected, has_changed = await self._store.transact(project)
         self._after_commit(has_changed=has_changed)
@@ -118,7 +126,9 @@ class FlowSummaries:
             SQL.count_members, **_keys(flows), unhappy=list(map(CompletionOutcome.of, UNHAPPY))
         )
 
-    async def _write(self, transaction: Transaction, counted: Sequence[Record]) -> tuple[int, bool]:
+    async def _write(
+        self, transaction: Transaction, counted: Sequence[Record], *, quiet_limit: int
+    ) -> tuple[int, bool]:
         """Correct the counts of flows, and store their summaries; return how many, and whether an event was written."""
         if not counted:
             return 0, False
@@ -132,6 +142,7 @@ class FlowSummaries:
             **{name: [row[name] for row in counted] for name in _COUNTS},
             interval_ms=self._interval_ms,
             member_ms=MEMBER_MS,
+            quiet_limit=quiet_limit,
         )
         return len(counted), has_changed
 

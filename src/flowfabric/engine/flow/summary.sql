@@ -1,8 +1,8 @@
 -- name: list_due_flows
--- The flows whose summary is due, the longest first, except :skipped, each with its number of members.
+-- The flows whose summary is due since :since, the longest first, except :skipped, each with its number of members.
 select f.partition_key, f.flow_id, f.node_count
   from flow f
- where f.project_at <= (select ff_now()) and f.flow_id <> all(:skipped::uuid[])
+ where f.project_at > :since::bigint and f.project_at <= (select ff_now()) and f.flow_id <> all(:skipped::uuid[])
  order by f.project_at limit :limit;
 
 -- name: lock_due_flows
@@ -21,17 +21,13 @@ select f.partition_key, f.flow_id
 
 -- name: count_members
 -- The members of flows that the transaction has locked, by their public state, and the ends that are queued for the cascade, all
--- from one snapshot: a member and its entry of the cascade change in the same commit. Next to them, the counts that the flow has.
+-- from one snapshot: a member and its entry of the cascade change in the same commit. Next to them, the counts that the flow has. If these
+-- are those of the members, no end is queued, and the entries are not read.
 select i.partition_key, i.flow_id, f.node_count, f.live_count, f.unhappy_count, q.queued, q.queued_unhappy, m.*
   from unnest(:partition_keys::smallint[], :flow_ids::uuid[]) with ordinality as i(partition_key, flow_id, nth)
  cross join lateral (
        select f.node_count, f.live_count, f.unhappy_count from flow f
         where f.partition_key = i.partition_key and f.flow_id = i.flow_id limit 1) f
- cross join lateral (
-       select coalesce(sum(cardinality(c.execution_ids)), 0)::int as queued,
-              coalesce(sum(cardinality(c.execution_ids)) filter (where c.outcome = any(:unhappy::smallint[])), 0)::int as queued_unhappy
-         from cascade_entry c
-        where c.partition_key = i.partition_key and c.flow_id = i.flow_id) q
  cross join lateral (
        select count(*)::int as total,
               count(*) filter (where e.public_state = 'completed')::int as completed,
@@ -47,26 +43,46 @@ select i.partition_key, i.flow_id, f.node_count, f.live_count, f.unhappy_count, 
               count(*) filter (where e.public_state = 'waiting_children')::int as waiting_children
          from execution e
         where e.flow_id = i.flow_id) m
+ cross join lateral (
+       select coalesce(sum(cardinality(c.execution_ids)), 0)::int as queued,
+              coalesce(sum(cardinality(c.execution_ids)) filter (where c.outcome = any(:unhappy::smallint[])), 0)::int as queued_unhappy
+         from cascade_entry c
+        where (m.total - m.completed - m.failed - m.cancelled - m.expired - m.skipped, m.failed + m.cancelled + m.expired)
+              is distinct from (f.live_count, f.unhappy_count)
+          and c.partition_key = i.partition_key and c.flow_id = i.flow_id) q
  order by i.nth;
 
 -- name: set_summaries
 -- Stores the summaries of flows that the transaction has locked, keeps open, running and blocked apart in the state of those with
--- live members, and sets when they are projected next: never, if all members have ended. A flow without members gets no summary.
+-- live members, and sets when they are projected next: never, if all members have ended, and twice as late each time that nothing has
+-- changed, up to :quiet_limit times. A flow without members gets no summary.
 with clock as materialized (select ff_now() as now),
 given as materialized (
-  select i.*, c.now
+  select i.*, c.now, s.is_unchanged
     from clock c
    cross join unnest(:partition_keys::smallint[], :flow_ids::uuid[], :states::text[], :totals::int[], :completed::int[], :failed::int[],
                      :cancelled::int[], :expired::int[], :skipped::int[], :active::int[], :suspended::int[], :waiting::int[],
                      :delayed::int[], :rate_limited::int[], :waiting_children::int[])
          as i(partition_key, flow_id, state, total, completed, failed, cancelled, expired, skipped, active, suspended, waiting,
               delayed, rate_limited, waiting_children)
+    left join lateral (
+         select true as is_unchanged from flow_summary s
+          where s.partition_key = i.partition_key and s.flow_id = i.flow_id
+            and (s.public_flow_state, s.total_members, s.members_completed, s.members_failed, s.members_cancelled, s.members_expired,
+                 s.members_skipped, s.members_active, s.members_suspended, s.members_waiting, s.members_delayed, s.members_rate_limited,
+                 s.members_waiting_children)
+              = (i.state, i.total, i.completed, i.failed, i.cancelled, i.expired, i.skipped, i.active, i.suspended, i.waiting, i.delayed,
+                 i.rate_limited, i.waiting_children) limit 1) s on true
 ),
 updated as (
   update flow f
      set derived_state = case when f.live_count > 0 and g.state in ('open', 'running', 'blocked') then g.state else f.derived_state end,
-         project_at = case when f.live_count > 0 then g.now + greatest(:interval_ms::bigint, :member_ms::bigint * g.total) end
+         quiet_count = q.quiet_count,
+         project_at = case when f.live_count > 0 then g.now + (greatest(:interval_ms::bigint, :member_ms::bigint * g.total) << q.quiet_count) end
     from given g
+   cross join lateral (
+         select case when g.is_unchanged then least(o.quiet_count + 1, :quiet_limit::int) else 0 end as quiet_count
+           from flow o where o.partition_key = g.partition_key and o.flow_id = g.flow_id limit 1) q
    where f.partition_key = any(array[g.partition_key]) and f.flow_id = g.flow_id
 )
 insert into flow_summary as s

@@ -42,6 +42,17 @@ batch as (
            where 'suspended' = any(:states) and close_reason is null order by suspended_at offset 0) s
    group by s.partition_key
   union all
+  -- These have no entry of ready.
+  select l.partition_key, array_agg(l.execution_id), null, null
+    from (select partition_key, execution_id from listed
+           where public_state = 'waiting_children' and 'waiting_children' = any(:states) order by at offset 0) l
+   group by l.partition_key
+  union all
+  select l.partition_key, array_agg(l.execution_id), null, null
+    from (select partition_key, execution_id from listed
+           where public_state = 'rate_limited' and 'rate_limited' = any(:states) order by at offset 0) l
+   group by l.partition_key
+  union all
   -- A claim keeps the ids of executions that are no longer leased under it until it is removed.
   select partition_key, execution_ids, claim_no, null from claim where 'active' = any(:states)
   union all
@@ -85,7 +96,7 @@ tally as (
   union all
   -- Executions that lost their lease or are resumable also have an entry in ready, which was counted as waiting: subtract it.
   select e.queue_no, s.public_state, s.executions
-    from unnest('{waiting,rate_limited,waiting_children,active,resumable}'::public_state[]) as w(public_state)
+    from unnest('{waiting,active,resumable}'::public_state[]) as w(public_state)
    cross join lateral (
          select partition_key, execution_id from listed where public_state = w.public_state order by at offset 0) l
    cross join lateral (
