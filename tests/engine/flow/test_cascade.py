@@ -10,7 +10,7 @@ from engine.flow.submitting import edges, node
 from engine.state import DELAYED, WAITING, claim, refused, vector
 from engine.stream.writing import append
 from engine.waits import suspend_args
-from fixtures import Clock, Engines, Rows, uuid_of
+from fixtures import Clock, Engines, Eventually, Rows, uuid_of
 from flowfabric.engine.core.wakeups import CascadeKey
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import cascade
@@ -183,6 +183,26 @@ async def test_a_locked_child_does_not_keep_the_others_waiting(engine: Engine, r
     assert (await flow.states())["n50"] == "waiting"
     assert await rows.of("cascade_entry") == []
     assert await engine.find_inconsistencies() == []
+
+
+async def test_a_child_that_was_locked_for_a_moment_is_tried_again_without_a_sweep(
+    engine: Engine,
+    rows: Rows,
+    connection: asyncpg.Connection,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cascade, "TRIES", 10**9)
+    flow = await DrivenFlow.submit(engine, rows, "a b", "a>b")
+    handle = await flow.claim("a")
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(flow.id("b")))
+        await engine.complete(handle)
+        await eventually(lambda: any(tries for _, tries in parts_of(engine).cascade._queue))
+        assert (await flow.states())["b"] == "waiting_children"
+    await parts_of(engine).cascade.drain()
+    assert (await flow.states())["b"] == "waiting"
+    assert await rows.of("cascade_entry") == []
 
 
 async def key_of(flow: DrivenFlow) -> tuple[int, Any]:

@@ -16,7 +16,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import siblings
 from flowfabric.engine.flow.siblings import Siblings
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.edge import AnyOfEdges, OnSatisfied, SiblingDrain
+from flowfabric.model.edge import AnyOfEdges, OnSatisfied, SiblingDrain, SiblingReconcile
 from flowfabric.model.ids import ExecutionId
 
 pytestmark = pytest.mark.usefixtures("consistent_rows")
@@ -97,6 +97,8 @@ async def test_a_group_that_is_locked_is_not_reported_as_drained(
             call = engine.drain_sibling_cancel_group(flow.flow_id, flow.id("z"))
             await refused(call, "retry_exhausted", f"the dependencies of execution {flow.id('z')} are locked")
             assert (await flow.group("z"))["cancel_siblings_pending_flag"]
+            # Whoever has locked it may be about to finish it.
+            assert await engine.reconcile_sibling_cancel_group(flow.flow_id, flow.id("z")) is SiblingReconcile.NO_OP
         assert len(await rows.of("pending_cancel_group")) == 2
     for flow in (with_sibling, without):
         assert await engine.drain_sibling_cancel_group(flow.flow_id, flow.id("z")) is SiblingDrain.DRAINED
