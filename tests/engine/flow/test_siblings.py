@@ -148,6 +148,22 @@ async def test_an_upstream_execution_whose_edge_is_only_staged_is_a_sibling(
     assert await states(engine, [sibling]) == ["cancelled"]
 
 
+@pytest.mark.usefixtures("altered_rows")
+async def test_without_a_stored_reason_and_effect_the_siblings_are_cancelled_for_the_satisfied_group(
+    engine: Engine, rows: Rows, sweep: Siblings, connection: asyncpg.Connection
+) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b z", "a>z b>z", **ANY_OF)
+    # Every operation stores them.
+    await connection.execute("update edge_group set on_satisfied = null")
+    await flow.succeed("a")
+    await connection.execute("update edge_group set cancel_siblings_reason = null")
+    assert (await sweep.dispatch()).done == 1
+    assert (await flow.row("b"))["cancellation_reason"] == "sibling_quorum_satisfied"
+    found = await engine.describe_flow(flow.flow_id)
+    assert found is not None
+    assert [group.policy for group in found.edge_groups] == [AnyOfEdges(OnSatisfied.CANCEL_REMAINING)]
+
+
 async def test_a_sibling_that_is_replayed_after_the_sweep_has_read_its_list_is_not_cancelled(
     engine: Engine, rows: Rows, sweep: Siblings
 ) -> None:
