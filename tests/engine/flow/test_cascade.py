@@ -38,6 +38,17 @@ async def test_a_child_runs_once_all_of_its_upstream_executions_have_succeeded(e
     assert await engine.find_inconsistencies() == []
 
 
+async def test_the_end_of_a_continued_attempt_reaches_the_children(engine: Engine, rows: Rows) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b c d", "a>c b>d")
+    for name in "ab":
+        await engine.hand_back(await flow.claim(name))
+        flow.handles[name] = await flow.claim(name)
+    await flow.succeed("a")
+    await flow.fail("b")
+    assert await flow.states() == {"a": "completed", "b": "failed", "c": "waiting", "d": "skipped"}
+    assert await engine.find_inconsistencies() == []
+
+
 async def test_a_failure_skips_everything_behind_it_with_an_event_for_each(engine: Engine, rows: Rows) -> None:
     flow = await DrivenFlow.submit(engine, rows, "a b c d", "a>b b>c d>c")
     await flow.fail("a")

@@ -2,13 +2,14 @@
 
 from uuid import uuid4
 
+import asyncpg
 import pytest
 
 from engine.flow.driving import DrivenFlow
 from engine.flow.graphs import BuiltFlow
 from engine.flow.submitting import node
 from engine.state import all_cases, refused
-from fixtures import Clock, Explain, Given, Rows
+from fixtures import Clock, Explain, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.edge import (
@@ -116,7 +117,7 @@ async def test_edges_are_listed_by_either_end_in_the_order_of_their_ids(flow: Bu
 
 
 async def test_the_eligibility_of_an_execution_follows_from_its_dependencies_alone(
-    flow: BuiltFlow, given: Given
+    flow: BuiltFlow, given: Given, connection: asyncpg.Connection
 ) -> None:
     async def status(execution_id: str) -> str:
         return (await flow.engine.evaluate_flow_eligibility(execution_id)).status
@@ -144,6 +145,12 @@ async def test_the_eligibility_of_an_execution_follows_from_its_dependencies_alo
         with case("delayed"):
             delayed = await flow.add(await given.delayed(execution_id=flow.mint()))
             assert await status(delayed) == "eligible"
+        with case("impossible"):
+            # An operation that makes a group impossible also ends its execution.
+            await connection.execute(
+                "update edge_group set group_state = 'impossible' where downstream_id = $1", uuid_of(child)
+            )
+            assert await status(child) == "impossible"
 
 
 async def test_tags_of_flows_are_set_read_and_checked(flow: BuiltFlow, rows: Rows, clock: Clock) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from engine.flow.driving import DrivenFlow
 from engine.flow.graphs import BuiltFlow
-from engine.flow.submitting import node
+from engine.flow.submitting import are_waiting, node
 from engine.state import all_cases, claim, ids, refused
 from fixtures import Clock, Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
@@ -127,6 +127,7 @@ async def test_a_staged_edge_keeps_an_execution_waiting_and_cannot_be_resolved(
                 await refused(engine.resolve_dependency(flow.flow_id, staged, "success"), "invalid_dependency")
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 async def test_an_edge_is_resolved_by_what_has_become_of_its_locked_child(
     engine: Engine, engines: Engines, rows: Rows, connection: asyncpg.Connection, eventually: Eventually
 ) -> None:
@@ -135,21 +136,15 @@ async def test_an_edge_is_resolved_by_what_has_become_of_its_locked_child(
     async with connection.transaction():
         await connection.execute("select from execution where execution_id = $1 for update", uuid_of(flow.id("b")))
         cancelled = asyncio.create_task(other.cancel_execution(execution_id=flow.id("b"), reason="not wanted"))
-        await eventually(lambda: waiting(rows, 1))
+        await eventually(lambda: are_waiting(rows, 1))
         # It waits behind the cancellation.
         resolved = asyncio.create_task(engine.resolve_dependency(flow.flow_id, flow.edge("a>b"), "success"))
-        await eventually(lambda: waiting(rows, 2))
+        await eventually(lambda: are_waiting(rows, 2))
     await cancelled
     assert await resolved == DependencyResolved(resolution=Resolution.SATISFIED)
     assert await flow.states() == {"a": "waiting", "b": "cancelled"}
     assert await flow.counts("b") == ("satisfied", 1, 0, 0)
     await flow.succeed("a")
-
-
-async def waiting(rows: Rows, count: int) -> bool:
-    """Whether so many sessions of this database wait for a lock."""
-    query = "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
-    return bool(await rows._connection.fetchval(query) == count)
 
 
 async def test_the_safety_net_settles_entries_that_are_left(engine: Engine, rows: Rows, clock: Clock) -> None:

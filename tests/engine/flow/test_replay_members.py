@@ -346,3 +346,25 @@ async def test_a_pending_cancellation_of_a_sibling_does_not_reach_its_replay(
     await engine.replay_execution(execution_id=ended)
     (row,) = await rows.of("edge_group")
     assert [str(each) for each in row["cancel_siblings_pending_members"]] == [uuid_of(other)]
+
+
+async def test_a_replay_withdraws_the_cancellation_of_siblings_of_the_impossible_group(
+    engine: Engine, rows: Rows, flow: BuiltFlow, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, other = await flow.members(3)
+    child = await flow.member()
+    await flow.policy(child, {"kind": "quorum", "k": 2, "on_satisfied": "cancel_remaining"})
+    for upstream in (first, second, other):
+        await flow.connect(upstream, child)
+    monkeypatch.setattr(parts_of(engine).wakeups, "on_siblings", None)
+    for upstream in (first, second):
+        await end(flow, upstream, "failed")
+    assert len(await rows.of("pending_cancel_group")) == 1
+    await engine.replay_execution(child)
+    assert await rows.of("pending_cancel_group") == []
+    assert await group(rows, child) == ("pending", 0, 0, 0)
+    (row,) = await rows.of("edge_group")
+    assert row["satisfied_at"] is None
+    await parts_of(engine).siblings.dispatch()
+    assert await state(engine, other) is PublicState.WAITING
+    await check(engine, connection)
