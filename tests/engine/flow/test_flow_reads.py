@@ -116,6 +116,17 @@ async def test_edges_are_listed_by_either_end_in_the_order_of_their_ids(flow: Bu
             await refused(flow.engine.list_edges(flow.flow_id, a), "invalid_input", "Outgoing")  # type: ignore[arg-type]
 
 
+async def test_the_edges_of_another_flow_are_not_listed(flow: BuiltFlow) -> None:
+    first, child = await flow.members(2)
+    await flow.connect(first, child)
+    other = BuiltFlow(flow.given, flow.rows, FlowId(uuid4()))
+    while other.mint()[:-37] != flow.mint()[:-37]:
+        other = BuiltFlow(flow.given, flow.rows, FlowId(uuid4()))
+    for selector in (Incoming(child), Outgoing(first)):
+        assert len(await flow.engine.list_edges(flow.flow_id, selector)) == 1
+        assert await flow.engine.list_edges(other.flow_id, selector) == []
+
+
 async def test_the_eligibility_of_an_execution_follows_from_its_dependencies_alone(
     flow: BuiltFlow, given: Given, connection: asyncpg.Connection
 ) -> None:
