@@ -28,6 +28,8 @@ MAX_CAUSES = 10
 LONGEST_PAUSE_SECONDS = 600.0
 """The longest pause of a wait between two checks whether any worker can run what waits."""
 _PENDING_STATES = frozenset(PublicState) - ENDED_STATES - {PublicState.ACTIVE, PublicState.SUSPENDED}
+SIBLING_OF_IMPOSSIBLE_GROUP = "sibling_quorum_impossible"
+"""Why a run was cancelled whose group could not get enough successes any more."""
 _HAD_ENDED = frozenset({"execution_not_active", "execution_not_found"})
 
 
@@ -221,7 +223,8 @@ class FlowRun:
     ) -> list[Run[Any]]:
         """Run again what failed, expired or was cancelled, and what was skipped because of it; return these runs.
 
-        Runs that have succeeded keep their results. Does nothing if the flow has completed. The runs are replayed one
+        Runs that have succeeded keep their results, and runs that were cancelled because their group had enough results
+        stay cancelled. Does nothing if the flow has completed. The runs are replayed one
         by one; if one of them is refused, those before it stay replayed. The runs of a cancelled flow are replayed only
         with `allow_cancelled_flow`. Raises NotFoundError (`execution_not_found`) if retention has deleted runs.
         """
@@ -238,7 +241,7 @@ class FlowRun:
         order = {run.id: nth for nth, run in enumerate(self._runs)}
         # What failed first, so that nothing that was skipped finds an upstream run that has ended.
         again = sorted(
-            (each for each in unmet.first if each.is_cause or each.outcome is TerminalOutcome.SKIPPED),
+            (each for each in unmet.first if _runs_again(each)),
             key=lambda each: (not each.is_cause, order.get(each.execution_id, 0), each.execution_id),
         )
         runs = [Run[Any](self._fabric, each.execution_id, None) for each in again]
@@ -331,6 +334,11 @@ class FlowRun:
 
     def _not_found(self) -> EngineError:
         return error("flow_not_found", f"{self.id}: it was not submitted to this store, or its retention is over")
+
+
+def _runs_again(member: UnmetMember) -> bool:
+    """Whether a replay of the flow needs a run: not a sibling of a group that had enough successes without it."""
+    return member.is_cause or member.outcome is TerminalOutcome.SKIPPED or member.reason == SIBLING_OF_IMPOSSIBLE_GROUP
 
 
 def _error_of(member: UnmetMember) -> RunError:
