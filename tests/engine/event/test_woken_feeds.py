@@ -100,7 +100,7 @@ async def test_operators_and_flows_wake_the_families_of_their_events(engine: Eng
         assert families == {LEASE, COMPLETION, OPERATOR}
         other = await given.created(execution_id=mint_for_flow(flow.flow_id, parts_of(engine).store.rules.partitions))
         assert (await woken.after(engine.add_execution_to_flow(flow.flow_id, other)))[1] == {OPERATOR}
-        cancelling = {"reason": "x", "cancellation_policy": "cancel_all"}
+        cancelling: dict[str, Any] = {"reason": "x", "cancellation_policy": "cancel_all"}
         assert (await woken.after(engine.cancel_flow_header(flow.flow_id, **cancelling)))[1] == {OPERATOR}
         assert (await woken.after(engine.cancel_flow_header(flow.flow_id, **cancelling)))[1] == set()
 

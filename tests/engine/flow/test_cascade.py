@@ -316,6 +316,26 @@ async def test_entries_of_a_locked_flow_do_not_keep_those_of_others_waiting(
     assert await rows.of("cascade_entry") == []
 
 
+async def test_an_entry_that_cannot_be_settled_does_not_keep_those_behind_it_waiting(
+    engine: Engine, rows: Rows, clock: Clock, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cascade, "SKIPPED_SECONDS", 3600.0)
+    parts_of(engine).wakeups.on_members_ended = None
+    bad, good = [await DrivenFlow.submit(engine, rows, "a b", "a>b") for _ in range(2)]
+    for flow in (bad, good):
+        await flow.succeed("a")
+        await clock.advance(ms=1_001)
+    poison = f"check (execution_id <> '{uuid_of(bad.id('b'))}' or public_state <> 'waiting')"
+    await connection.execute(f"alter table execution add constraint poison {poison} not valid")
+    settle = parts_of(engine).cascade.settle_left_over
+    assert [await settle(since=0, limit=1) for _ in range(3)] == [0, 1, 0]
+    assert (await good.states())["b"] == "waiting"
+    await connection.execute("alter table execution drop constraint poison")
+    parts_of(engine).cascade._set_aside.clear()
+    assert await settle(since=0, limit=1) == 1
+    assert (await bad.states())["b"] == "waiting"
+
+
 @pytest.mark.usefixtures("altered_rows")
 async def test_an_entry_whose_flow_or_child_was_deleted_does_not_stay(
     engine: Engine, rows: Rows, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
