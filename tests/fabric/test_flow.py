@@ -258,6 +258,34 @@ async def test_quorum_gives_the_first_successes_in_their_order(url: str, eventua
         assert (await run.status()).runs == {"completed": 5, "failed": 1}
 
 
+async def test_successes_of_the_same_millisecond_count_in_the_order_of_their_edges(
+    url: str, clock: Clock, eventually: Eventually
+) -> None:
+    fabric, gates = Fabric(url), defaultdict[str, asyncio.Event](asyncio.Event)
+
+    @fabric.task
+    async def race(name: str) -> str:
+        await gates[name].wait()
+        return name
+
+    @fabric.task
+    async def take(winners: list[str]) -> list[str]:
+        return winners
+
+    flow = fabric.flow("race")
+    racers = {name: flow.add(race, name) for name in "abc"}
+    first = flow.add(take, quorum(2, of=list(racers.values())))
+    await clock.stop()
+    async with fabric, fabric.worker():
+        run = await flow.submit()
+        for name in "ca":
+            gates[name].set()
+            await eventually(lambda name=name: is_resolved(run, racers[name]))
+        assert await run.run(first).result(timeout=TIMEOUT) == ["a", "c"]
+        gates["b"].set()
+        await finished(run)
+
+
 async def is_resolved(run: FlowRun, node: Any) -> bool:
     """Whether the edges that leave a node are resolved."""
     from flowfabric.model.edge import Outgoing

@@ -6,6 +6,7 @@ from decimal import Decimal
 from typing import Any
 from uuid import uuid4
 
+import asyncpg
 import msgspec
 import pytest
 
@@ -99,6 +100,38 @@ async def test_a_run_whose_upstream_run_does_not_exist_any_more_fails_for_good(u
         ):
             await run.result(timeout=TIMEOUT)
         assert (await run.status()).attempt == 1
+
+
+async def test_a_run_that_is_started_before_its_results_exist_says_so(url: str, connection: asyncpg.Connection) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task(lane="not served")
+    async def extract(number: int) -> int:
+        return number
+
+    @fabric.task
+    async def load(number: int) -> int:
+        return number
+
+    @fabric.task
+    async def collect(numbers: list[int]) -> int:
+        return sum(numbers)
+
+    flow = fabric.flow("nightly")
+    parts = [flow.add(extract, number) for number in range(3)]
+    loaded, collected = flow.add(load, parts[0]), flow.add(collect, quorum(2, of=parts))
+    async with fabric, fabric.worker(lanes=["default"]):
+        run = await flow.submit()
+        # No operation satisfies a group without its edges.
+        await connection.execute("update edge_group set group_state = 'satisfied', satisfied_at = 1")
+        for node in (loaded, collected):
+            await fabric.engine.promote_blocked_to_eligible(run.run(node).id)
+        early = "this run was started before its dependencies were satisfied"
+        with pytest.raises(RunFailed, match=f"task 'extract' .* whose result is an argument, is waiting: {early}"):
+            await run.run(loaded).result(timeout=TIMEOUT)
+        counts = "0 of the 3 runs that parameter 'numbers' waits for have succeeded, and it takes 2"
+        with pytest.raises(RunFailed, match=f"{counts}: {early}"):
+            await run.run(collected).result(timeout=TIMEOUT)
 
 
 async def test_a_value_beside_results_is_not_blamed_on_them(url: str) -> None:

@@ -132,7 +132,8 @@ UNPOISONED = {
     "outbox_trim",
     "worker_event_trim",
 }
-"""Sweeps that only free space: no execution waits for them, and every reader ignores the rows they delete."""
+"""Sweeps that only free space: no execution waits for them, and every reader ignores the rows they delete. And
+`flow_projector`, which writes flows and no executions; it has a test of its own."""
 
 
 def test_every_sweep_has_a_case_or_needs_none() -> None:

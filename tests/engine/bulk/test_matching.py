@@ -1,5 +1,6 @@
 """Operations on all executions that match a filter."""
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import asyncpg
@@ -12,7 +13,6 @@ from engine.waits import suspend_args
 from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.bulk import matching, replays
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.flow.replay import Replays
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read.listing import Listing
@@ -397,19 +397,29 @@ async def test_executions_created_after_the_start_are_left_alone(
     assert await states(engine) == ["cancelled"] * 2 + ["waiting"] * len(late)
 
 
-async def test_a_lost_connection_ends_the_call(engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operation", ["cancel", "replay", "change the priority"])
+async def test_a_lost_connection_ends_the_call(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, operation: str
+) -> None:
     await engine.create_many(items(*(new() for _ in range(50))))
-    calls = 0
-
-    async def fail(*_: object, **__: object) -> None:
-        nonlocal calls
-        calls += 1
-        raise TransportError
-
-    monkeypatch.setattr(parts_of(engine).services[Priority], "change_priority", fail)
-    with pytest.raises(TransportError):
-        await engine.change_priority_matching(new_priority=3, lane_id="default")
-    assert calls <= matching.CONCURRENCY
+    if operation == "replay":
+        await engine.cancel_matching(reason="x", lane_id="default")
+    await connection.execute(
+        """create sequence tries;
+           create function cut() returns trigger language plpgsql as $$
+           begin perform nextval('tries'); perform pg_terminate_backend(pg_backend_pid()); return new; end$$;
+           create trigger cut before update on execution for each statement execute function cut()"""
+    )
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "cancel": lambda: engine.cancel_matching("y", lane_id="default"),
+        "replay": lambda: engine.replay_matching(lane_id="default"),
+        "change the priority": lambda: engine.change_priority_matching(3, lane_id="default"),
+    }
+    async with rows.unchanged():
+        with pytest.raises(TransportError):
+            await calls[operation]()
+    # The calls that were in progress end, and no other begins.
+    assert await connection.fetchval("select last_value from tries") <= matching.CONCURRENCY
 
 
 async def test_thousands_are_changed_by_one_call(engine: Engine, connection: asyncpg.Connection) -> None:

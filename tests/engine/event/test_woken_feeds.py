@@ -9,6 +9,7 @@ import asyncpg
 
 from creates import new
 from engine.ends import WAYS, Scene
+from engine.flow.submitting import node, submitted
 from engine.grants import issue_reclaim_grant, reclaim
 from engine.sending import waiting
 from engine.state import all_cases, claim
@@ -17,6 +18,7 @@ from fixtures import Clock, Engines, Eventually, Given
 from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.event import FAMILY_KINDS, EventFamily
+from flowfabric.model.ids import mint_for_flow
 
 COMPLETION, LEASE, SIGNAL = EventFamily.COMPLETION, EventFamily.LEASE, EventFamily.SIGNAL
 OPERATOR, INSTANCE_TAG = EventFamily.OPERATOR, EventFamily.INSTANCE_TAG
@@ -74,6 +76,38 @@ async def test_each_writer_wakes_the_families_of_its_events(engine: Engine, give
         named = await given.created(lane_id="named")
         call = engine.issue_grant_and_claim(execution_id=named, lane_id="named", lease_duration_ms=1000)
         assert (await woken.after(call))[1] == {LEASE}
+
+
+async def test_operators_and_flows_wake_the_families_of_their_events(engine: Engine, given: Given) -> None:
+    with ExitStack() as stack:
+        woken = Woken(engine, stack)
+        waiting_one = await given.created(lane_id="priority")
+        assert (await woken.after(engine.change_priority(waiting_one, 5)))[1] == {OPERATOR}
+        assert (await woken.after(engine.change_priority(waiting_one, 5)))[1] == set()
+        completed = await given.completed(lane_id="done")
+        assert (await woken.after(engine.replay_execution(completed)))[1] == {LEASE, OPERATOR}
+        handle = await given.claimed(lane_id="revoked")
+        assert (await woken.after(engine.revoke_lease(handle.execution_id)))[1] == {LEASE}
+
+        tagged = node("a", lane_id="flow", tags={"ff.instance_id": "a"})
+        assert (await woken.after(submitted(engine, "b")))[1] == set()
+        flow, families = await woken.after(submitted(engine, [tagged]))
+        assert families == {INSTANCE_TAG}
+        (run,) = await claim(engine, "flow")
+        cascade = parts_of(engine).cascade
+        _, families = await woken.after(_all(engine.complete(run.handle), cascade.drain()))
+        # The flow has ended with it.
+        assert families == {LEASE, COMPLETION, OPERATOR}
+        other = await given.created(execution_id=mint_for_flow(flow.flow_id, parts_of(engine).store.rules.partitions))
+        assert (await woken.after(engine.add_execution_to_flow(flow.flow_id, other)))[1] == {OPERATOR}
+        cancelling: dict[str, Any] = {"reason": "x", "cancellation_policy": "cancel_all"}
+        assert (await woken.after(engine.cancel_flow_header(flow.flow_id, **cancelling)))[1] == {OPERATOR}
+        assert (await woken.after(engine.cancel_flow_header(flow.flow_id, **cancelling)))[1] == set()
+
+
+async def _all(*calls: Awaitable[Any]) -> None:
+    for call in calls:
+        await call
 
 
 async def test_every_way_to_end_a_lease_wakes_the_families_of_its_events(

@@ -11,7 +11,9 @@ HOUR_MS = 3_600_000
 MAX_REPLAYS = 10
 UNHAPPY = ("failed", "cancelled", "expired")
 _ENDED = {"success": "completed"}
-_PUBLIC = {"active": "active", "lost": "active", "blocked": "waiting_children"}
+_PUBLIC = {
+    "active": "active", "lost": "active", "blocked": "waiting_children", "held": "waiting", "held lost": "active",
+}  # fmt: skip
 _RUNNABLE = ("waiting", "delayed", "blocked")
 
 
@@ -25,8 +27,8 @@ class Refusal(Exception):
 
 @dataclass
 class Member:
-    """A member of the flow; `phase` is waiting, active, lost (active without its lease), delayed, suspended, blocked
-    or ended."""
+    """A member of the flow; `phase` is waiting, active, lost (active without its lease), delayed, suspended, blocked,
+    held or held lost (by the cancellation of the flow), or ended."""
 
     payload: bytes
     phase: str = "waiting"
@@ -47,6 +49,11 @@ class Member:
         if self.phase == "waiting":
             return "resumable" if self.is_interrupted else "waiting"
         return _PUBLIC.get(self.phase, self.phase)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the cancellation of its flow holds it back from claims."""
+        return self.phase in ("held", "held lost")
 
     @property
     def is_live(self) -> bool:
@@ -107,6 +114,8 @@ class GraphModel:
         self.unhappy = 0
         self.derived = derived
         self.is_cancelled = False
+        self.owed: set[int] = set()
+        """The members that the cancelled flow is still to cancel."""
 
     # The graph.
 
@@ -172,14 +181,30 @@ class GraphModel:
             if member.is_live and member.deadline_at is not None and member.deadline_at <= self.now:
                 self.end(number, "expired")
 
-    def cancel_flow(self, policy: str) -> None:
-        """Cancel the flow, and the members that the policy covers."""
+    def cancel_header(self, policy: str) -> None:
+        """Cancel the flow, and hold back those of the members that the policy covers that could be claimed."""
         self.is_cancelled = True
         for number, member in enumerate(self.members):
             if member.is_live and (
                 policy == "cancel_all" or (policy == "cancel_pending" and member.phase in _RUNNABLE)
             ):
+                self.owed.add(number)
+                if member.phase in _RUNNABLE:
+                    member.phase, member.delay_until = "held", None
+                elif member.phase == "lost":
+                    member.phase = "held lost"
+
+    def cancel_owed(self) -> None:
+        """Cancel the members that the cancelled flow is still to cancel."""
+        for number in sorted(self.owed):
+            if self.members[number].is_live:
                 self.end(number, "cancelled")
+        self.owed.clear()
+
+    def cancel_flow(self, policy: str) -> None:
+        """Cancel the flow, and the members that the policy covers."""
+        self.cancel_header(policy)
+        self.cancel_owed()
 
     # Resolution.
 
@@ -290,6 +315,7 @@ class GraphModel:
         if member.deadline_ms is not None and (member.deadline_at or 0) <= self.now:
             member.deadline_at = self.now + member.deadline_ms
         member.replays += 1
+        self.owed.discard(number)
         for other in self.groups.values():
             other.siblings.discard(number)
         self._count(live=1, unhappy=-int(was in UNHAPPY), now_live="blocked" if waits else "open")

@@ -46,6 +46,7 @@ class Player(MemberSteps):
                     break
                 self.taken.pop()
         await self._come_to_rest()
+        await self._cancel_owed(Step("cancel what is owed", 0, 0))
         if not self._model.is_cancelled:
             await self._cancel_flow(Step("cancel_flow", 0, 0))
         await self._come_to_rest()
@@ -294,6 +295,31 @@ class Player(MemberSteps):
         while self._model.queue:
             self._model.settle(list(self._model.queue))
 
+    async def _cancel_header(self, step: Step) -> bool:
+        """Cancel the flow, and leave its members to the sweep."""
+        if self._model.is_cancelled or step.which % 4:
+            return False
+        policy = CANCELLATIONS[step.value % 2]
+        await self._repeated(
+            "cancel the header",
+            step.fault,
+            lambda engine: engine.cancel_flow_header(
+                self._flow_id, reason="not wanted", cancellation_policy=policy, grace_ms=0
+            ),
+            length=7,
+        )
+        self._model.cancel_header(policy)
+        return True
+
+    async def _cancel_owed(self, step: Step) -> bool:
+        if not self._model.owed:
+            return False
+        await self._repeated(
+            "cancel what is owed", step.fault, lambda engine: parts_of(engine).cancel_backlog.reconcile_due(), length=8
+        )
+        self._model.cancel_owed()
+        return True
+
     async def _cancel_flow(self, step: Step) -> bool:
         # Little happens in a flow that is cancelled early.
         if self._model.is_cancelled or step.which % 4:
@@ -337,5 +363,7 @@ STEPS: Mapping[str, Callable[[Player, Step], Awaitable[bool]]] = {
     "reconcile siblings": Player._reconcile_siblings,
     "replay": Player._replay,
     "cancel the flow": Player._cancel_flow,
+    "cancel the header": Player._cancel_header,
+    "cancel what is owed": Player._cancel_owed,
 }
 """What each step of a script does; it returns whether that was possible."""

@@ -52,7 +52,7 @@ WEIGHTS = {
     "complete": 4,
     "complete together": 8,
     "fail": 2,
-    "cancel": 1,
+    "cancel": 2,
     "delay": 2,
     "suspend": 3,
     "resume": 6,
@@ -63,11 +63,13 @@ WEIGHTS = {
     "stage": 3,
     "apply": 5,
     "settle": 9,
-    "reconcile": 1,
-    "drain siblings": 5,
-    "reconcile siblings": 3,
+    "reconcile": 2,
+    "drain siblings": 8,
+    "reconcile siblings": 4,
     "replay": 5,
-    "cancel the flow": 1,
+    "cancel the flow": 3,
+    "cancel the header": 3,
+    "cancel what is owed": 8,
 }
 """Every step, and how often it is taken."""
 

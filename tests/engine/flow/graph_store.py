@@ -25,7 +25,8 @@ MAX_SWEEPS = 200
 State = dict[str, Any]
 
 _MEMBERS = """
-select e.execution_id, e.public_state, coalesce(e.input_payload, i.input_payload) as payload,
+select e.execution_id, e.public_state, e.blocking_reason = 'paused_by_flow_cancel' as is_held,
+       coalesce(e.input_payload, i.input_payload) as payload,
        array(select v.outcome from event_each v
               where v.execution_id = e.execution_id and v.kind in ('ended', 'released') and v.outcome <> $2
               order by v.event_id) as ends
@@ -151,7 +152,7 @@ async def stored_flow(connection: asyncpg.Connection, flow_id: UUID, numbers: Ma
     live = {row["execution_id"] for row in members if row["public_state"] not in ended}
     for row in members:
         ends = [CompletionOutcome(outcome).literal for outcome in row["ends"]]
-        state[f"member {numbers[row['execution_id']]}"] = (row["public_state"], row["payload"], ends)
+        state[f"member {numbers[row['execution_id']]}"] = (row["public_state"], row["is_held"], row["payload"], ends)
     for row in await connection.fetch("select edge_id, state from edge where flow_id = $1", flow_id):
         state[f"edge {row['edge_id']}"] = row["state"]
     for row in await connection.fetch(_GROUPS, flow_id):
@@ -177,7 +178,7 @@ def modelled(model: GraphModel) -> State:
         "queue": sorted(model.queue),
     }
     for number, member in enumerate(model.members):
-        state[f"member {number}"] = (member.public, member.payload, member.ends)
+        state[f"member {number}"] = (member.public, member.is_held, member.payload, member.ends)
     for edge in model.edges:
         state[f"edge {edge.key}"] = edge.state
     for number, group in model.groups.items():

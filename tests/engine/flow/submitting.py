@@ -71,3 +71,9 @@ async def is_awaited(rows: Rows, holder: asyncpg.Connection) -> bool:
     """Whether a session waits for a lock of this one."""
     query = "select exists (select from pg_stat_activity where $1 = any(pg_blocking_pids(pid)))"
     return bool(await rows._connection.fetchval(query, holder.get_server_pid()))
+
+
+async def are_waiting(rows: Rows, count: int) -> bool:
+    """Whether so many sessions of this database wait for a lock."""
+    query = "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+    return bool(await rows._connection.fetchval(query) == count)

@@ -7,9 +7,10 @@ import asyncpg
 import pytest
 
 from engine.flow.graphs import WAITS, BuiltFlow
+from engine.flow.submitting import are_waiting
 from engine.state import all_cases, refused, rounds, vector
 from engine.waits import suspend_args
-from fixtures import Clock, Engines, Given, Rows, uuid_of
+from fixtures import Clock, Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.model.edge import AlreadyApplied, DependencyApplied
 from flowfabric.model.ids import EdgeId, FlowId
 
@@ -180,4 +181,26 @@ async def test_a_child_that_is_claimed_while_an_edge_is_applied_runs_or_waits(
         )
         state = await flow.engine.read_execution_state(child)
         assert state == ("active" if claimed else "waiting_children")
+    assert await flow.engine.find_inconsistencies() == []
+
+
+@pytest.mark.usefixtures("patient_with_locks")
+async def test_a_child_that_is_claimed_while_an_apply_waits_for_it_runs_on(
+    flow: BuiltFlow, engines: Engines, rows: Rows, connection: asyncpg.Connection, eventually: Eventually
+) -> None:
+    other = await engines()
+    first, child = await flow.members(2)
+    edge = await flow.stage(first, child)
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(child))
+        claimed = asyncio.create_task(
+            other.issue_grant_and_claim(execution_id=child, lane_id="default", lease_duration_ms=60_000)
+        )
+        await eventually(lambda: are_waiting(rows, 1))
+        # It waits behind the claim.
+        applied = asyncio.create_task(flow.apply(edge, first, child))
+        await eventually(lambda: are_waiting(rows, 2))
+    await claimed
+    assert await applied == DependencyApplied(unsatisfied_count=1)
+    assert await flow.engine.read_execution_state(child) == "active"
     assert await flow.engine.find_inconsistencies() == []

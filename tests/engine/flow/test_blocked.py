@@ -7,7 +7,7 @@ import pytest
 
 from engine.flow.driving import DrivenFlow
 from engine.flow.submitting import submitted
-from fixtures import Engines, Rows, uuid_of
+from fixtures import Engines, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import blocked
 from flowfabric.engine.parts import parts_of
@@ -106,6 +106,22 @@ async def test_an_edge_from_a_deleted_execution_counts_as_skipped(
     assert await flow.states() == {"b": "skipped", "c": "waiting", "d": "waiting_children"}
     assert await flow.counts("b") == ("impossible", 0, 0, 1)
     assert await flow.counts("d") == ("pending", 0, 0, 0)
+
+
+async def test_an_execution_outside_of_the_flow_with_the_id_of_a_deleted_one_satisfies_nothing(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b c d", "a>b c>d")
+    for name in "ac":
+        await flow.succeed(name)
+    await forget_ends(connection)
+    await delete(connection, flow, "a", "c")
+    # One is live, the other has succeeded.
+    await given.created(execution_id=flow.id("a"))
+    await given.completed(execution_id=flow.id("c"), lane_id="again")
+    await repair(engine)
+    assert await flow.states() == {"b": "skipped", "d": "skipped"}
+    assert await flow.counts("b") == await flow.counts("d") == ("impossible", 0, 0, 1)
 
 
 async def test_an_execution_whose_other_upstream_was_deleted_is_decided_by_those_that_are_left(

@@ -270,6 +270,29 @@ async def test_a_cancelled_flow_takes_no_member_and_no_edge(
         )
 
 
+async def test_a_cancelled_flow_without_members_refuses_them_before_anything_else_and_keeps_its_policy(
+    flows: NewFlow, given: Given, rows: Rows, engine: Engine
+) -> None:
+    flow = await flows()
+    assert await flow.cancel("cancel_pending") == FlowCancelled(
+        cancellation_policy=CancellationPolicy.CANCEL_PENDING, member_execution_ids=[]
+    )
+    first, second = [await given.created(execution_id=flow.mint()) for _ in range(2)]
+    edge: dict[str, Any] = {"upstream_execution_id": first, "downstream_execution_id": second}
+    async with rows.unchanged():
+        # The graph is closed whether or not the execution exists, the revision is current, and the ends are members.
+        for execution_id in (first, flow.mint()):
+            await refused(engine.add_execution_to_flow(flow.flow_id, execution_id), "flow_already_terminal")
+        for revision in (0, 7):
+            await refused(
+                engine.stage_dependency_edge(flow.flow_id, edge_id=uuid4(), expected_graph_revision=revision, **edge),
+                "flow_already_terminal",
+            )
+        assert await flow.cancel("cancel_all") == FlowCancelled(
+            cancellation_policy=CancellationPolicy.CANCEL_PENDING, member_execution_ids=[]
+        )
+
+
 async def test_members_that_wait_for_others_are_cancelled_and_their_edges_change_nothing(
     given: Given, rows: Rows, engine: Engine, eventually: Eventually
 ) -> None:

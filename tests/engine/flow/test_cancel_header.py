@@ -6,6 +6,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from engine.flows import connect, settle
 from engine.state import EXPIRED_LEASE, all_cases, claim, refused, revoke, vector
 from engine.waits import suspend_args
 from fixtures import Clock, Given, Rows, uuid_of
@@ -13,7 +14,7 @@ from flowfabric.model.flow import CancellationPolicy, FlowAlreadyTerminal, FlowH
 from flowfabric.model.grant import NotReclaimable
 
 from .conftest import NewFlow
-from .flows import Flow, owed, uuids
+from .flows import Flow, cancel_owed, owed, uuids
 
 pytestmark = pytest.mark.usefixtures("consistent_rows")
 
@@ -169,6 +170,31 @@ async def test_a_held_member_cannot_be_claimed_by_its_id(
                 assert isinstance(answer, NotReclaimable)
                 is_lost = lane_id in ("reclaimable", "revoked", "reclaim granted")
                 assert (answer.detail == "its flow is cancelled") == is_lost
+
+
+@pytest.mark.parametrize("outcome", ["success", "failed"])
+async def test_the_end_of_an_upstream_execution_does_not_make_a_held_member_claimable(
+    flows: NewFlow, given: Given, rows: Rows, outcome: str
+) -> None:
+    flow, engine = await flows(), given.engine
+    upstream = await flow.member(given.claimed, lane_id="upstream")
+    child = await flow.member(lane_id="child")
+    await connect(engine, flow.flow_id, upstream.execution_id, child)
+    await flow.cancel_header("cancel_pending")
+    if outcome == "success":
+        await engine.complete(upstream, b"done")
+    else:
+        await engine.fail(upstream, reason="no luck", classification="permanent")
+    await settle(engine, flow.flow_id)
+    (group,) = await rows.of("edge_group", downstream_id=uuid_of(child))
+    if outcome == "success":
+        assert group["group_state"] == "satisfied"
+        assert vector(await rows.execution(child)) == HELD
+        assert await claim(engine, "child") == []
+        assert await cancel_owed(engine, flow, [child]) == []
+    else:
+        assert group["group_state"] == "impossible"
+    assert await engine.read_execution_state(child) == ("cancelled" if outcome == "success" else "skipped")
 
 
 async def test_a_repeated_header_changes_nothing_and_returns_what_is_stored(

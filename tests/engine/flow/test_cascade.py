@@ -11,7 +11,7 @@ from engine.flows import stop_cascade
 from engine.state import DELAYED, WAITING, claim, refused, vector
 from engine.stream.writing import append
 from engine.waits import suspend_args
-from fixtures import Clock, Engines, Rows, uuid_of
+from fixtures import Clock, Engines, Eventually, Rows, uuid_of
 from flowfabric.engine.core.wakeups import CascadeKey
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import cascade
@@ -36,6 +36,17 @@ async def test_a_child_runs_once_all_of_its_upstream_executions_have_succeeded(e
     assert set((await flow.states()).values()) == {"completed"}
     assert [await flow.outcomes(name) for name in "abcd"] == [[("released", 1)]] * 4
     assert await rows.of("cascade_entry") == await rows.of("listed") == []
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_the_end_of_a_continued_attempt_reaches_the_children(engine: Engine, rows: Rows) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b c d", "a>c b>d")
+    for name in "ab":
+        await engine.hand_back(await flow.claim(name))
+        flow.handles[name] = await flow.claim(name)
+    await flow.succeed("a")
+    await flow.fail("b")
+    assert await flow.states() == {"a": "completed", "b": "failed", "c": "waiting", "d": "skipped"}
     assert await engine.find_inconsistencies() == []
 
 
@@ -186,6 +197,26 @@ async def test_a_locked_child_does_not_keep_the_others_waiting(engine: Engine, r
     assert await engine.find_inconsistencies() == []
 
 
+async def test_a_child_that_was_locked_for_a_moment_is_tried_again_without_a_sweep(
+    engine: Engine,
+    rows: Rows,
+    connection: asyncpg.Connection,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cascade, "TRIES", 10**9)
+    flow = await DrivenFlow.submit(engine, rows, "a b", "a>b")
+    handle = await flow.claim("a")
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", uuid_of(flow.id("b")))
+        await engine.complete(handle)
+        await eventually(lambda: any(tries for _, tries in parts_of(engine).cascade._queue))
+        assert (await flow.states())["b"] == "waiting_children"
+    await parts_of(engine).cascade.drain()
+    assert (await flow.states())["b"] == "waiting"
+    assert await rows.of("cascade_entry") == []
+
+
 async def key_of(flow: DrivenFlow) -> tuple[int, Any]:
     """The partition and the id of a flow."""
     (row,) = await flow.rows.of("flow", flow_id=flow.flow_id)
@@ -284,6 +315,26 @@ async def test_entries_of_a_locked_flow_do_not_keep_those_of_others_waiting(
     await parts_of(engine).cascade.settle_flow(*await key_of(locked))
     assert (await locked.states())["z"] == "waiting"
     assert await rows.of("cascade_entry") == []
+
+
+async def test_an_entry_that_cannot_be_settled_does_not_keep_those_behind_it_waiting(
+    engine: Engine, rows: Rows, clock: Clock, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cascade, "SKIPPED_SECONDS", 3600.0)
+    parts_of(engine).wakeups.on_members_ended = None
+    bad, good = [await DrivenFlow.submit(engine, rows, "a b", "a>b") for _ in range(2)]
+    for flow in (bad, good):
+        await flow.succeed("a")
+        await clock.advance(ms=1_001)
+    poison = f"check (execution_id <> '{uuid_of(bad.id('b'))}' or public_state <> 'waiting')"
+    await connection.execute(f"alter table execution add constraint poison {poison} not valid")
+    settle = parts_of(engine).cascade.settle_left_over
+    assert [await settle(since=0, limit=1) for _ in range(3)] == [0, 1, 0]
+    assert (await good.states())["b"] == "waiting"
+    await connection.execute("alter table execution drop constraint poison")
+    parts_of(engine).cascade._set_aside.clear()
+    assert await settle(since=0, limit=1) == 1
+    assert (await bad.states())["b"] == "waiting"
 
 
 @pytest.mark.usefixtures("altered_rows")

@@ -69,6 +69,40 @@ async def test_a_success_before_a_failure_passes_its_result_even_if_both_settle_
     assert await payload(rows, child) == (b"result" if order == "success first" else b'{"a": 1}')
 
 
+async def test_a_success_without_a_result_leaves_the_result_of_the_one_before(
+    flow: BuiltFlow, engine: Engine, rows: Rows
+) -> None:
+    first, silent, child = await flow.members(3)
+    for upstream in (first, silent):
+        await flow.connect(upstream, child, data_passing_ref="input")
+    await run(flow, first, b"result")
+    await engine.issue_grant_and_claim(execution_id=silent, lane_id="default", lease_duration_ms=60_000)
+    await engine.complete_execution(execution_id=silent, source="operator_override")
+    # Both are settled together.
+    await settle(flow)
+    assert await engine.read_execution_state(child) is PublicState.WAITING
+    assert await payload(rows, child) == b"result"
+
+
+@pytest.mark.parametrize("policy", ["all_of", "any_of"])
+async def test_an_edge_that_joins_a_satisfied_group_passes_no_result(
+    flow: BuiltFlow, engine: Engine, rows: Rows, policy: str
+) -> None:
+    first, late, child = await flow.members(3)
+    if policy == "any_of":
+        await flow.policy(child, {"kind": "any_of", "on_satisfied": "let_run"})
+    await flow.connect(first, child, data_passing_ref="input")
+    await run(flow, first, b"first")
+    await settle(flow)
+    await flow.connect(late, child, data_passing_ref="input")
+    await run(flow, late, b"late")
+    await settle(flow)
+    assert await engine.read_execution_state(child) is PublicState.WAITING
+    assert await payload(rows, child) == b"first"
+    (group,) = await rows.of("edge_group", downstream_id=uuid_of(child))
+    assert (group["group_state"], group["succeeded_count"]) == ("satisfied", 2)
+
+
 @pytest.mark.parametrize("policy", ["any_of", "quorum"])
 async def test_the_edge_that_decides_a_replayed_group_passes_its_result_though_kept_successes_were_enough(
     flow: BuiltFlow, engine: Engine, rows: Rows, policy: str

@@ -9,7 +9,7 @@ from engine.flow.driving import DrivenFlow
 from engine.flow.graphs import BuiltFlow
 from engine.flow.submitting import node
 from engine.state import all_cases, refused
-from fixtures import Clock, Explain, Given, Rows
+from fixtures import Clock, Explain, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.model.edge import (
     AllOfEdges,
@@ -137,8 +137,19 @@ async def test_edges_are_listed_by_either_end_in_the_order_of_their_ids(flow: Bu
             await refused(flow.engine.list_edges(flow.flow_id, a), "invalid_input", "Outgoing")  # type: ignore[arg-type]
 
 
+async def test_the_edges_of_another_flow_are_not_listed(flow: BuiltFlow) -> None:
+    first, child = await flow.members(2)
+    await flow.connect(first, child)
+    other = BuiltFlow(flow.given, flow.rows, FlowId(uuid4()))
+    while other.mint()[:-37] != flow.mint()[:-37]:
+        other = BuiltFlow(flow.given, flow.rows, FlowId(uuid4()))
+    for selector in (Incoming(child), Outgoing(first)):
+        assert len(await flow.engine.list_edges(flow.flow_id, selector)) == 1
+        assert await flow.engine.list_edges(other.flow_id, selector) == []
+
+
 async def test_the_eligibility_of_an_execution_follows_from_its_dependencies_alone(
-    flow: BuiltFlow, given: Given
+    flow: BuiltFlow, given: Given, connection: asyncpg.Connection
 ) -> None:
     async def status(execution_id: str) -> str:
         return (await flow.engine.evaluate_flow_eligibility(execution_id)).status
@@ -166,6 +177,12 @@ async def test_the_eligibility_of_an_execution_follows_from_its_dependencies_alo
         with case("delayed"):
             delayed = await flow.add(await given.delayed(execution_id=flow.mint()))
             assert await status(delayed) == "eligible"
+        with case("impossible"):
+            # An operation that makes a group impossible also ends its execution.
+            await connection.execute(
+                "update edge_group set group_state = 'impossible' where downstream_id = $1", uuid_of(child)
+            )
+            assert await status(child) == "impossible"
 
 
 @pytest.mark.usefixtures("altered_rows")

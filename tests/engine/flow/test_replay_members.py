@@ -367,6 +367,7 @@ async def test_a_replayed_member_withdraws_the_cancellation_of_its_upstreams_unt
         await engine.replay_execution(execution_id=execution_id)
     assert await group(rows, child) == ("pending", 0, 0, 0)
     assert await rows.of("pending_cancel_group") == []
+    assert (await rows.of("edge_group"))[0]["satisfied_at"] is None
     await check(engine, connection)
     for upstream in decisive:
         await end(flow, upstream, "success")

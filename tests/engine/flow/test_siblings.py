@@ -97,6 +97,8 @@ async def test_a_group_that_is_locked_is_not_reported_as_drained(
             call = engine.drain_sibling_cancel_group(flow.flow_id, flow.id("z"))
             await refused(call, "retry_exhausted", f"the dependencies of execution {flow.id('z')} are locked")
             assert (await flow.group("z"))["cancel_siblings_pending_flag"]
+            # Whoever has locked it may be about to finish it.
+            assert await engine.reconcile_sibling_cancel_group(flow.flow_id, flow.id("z")) is SiblingReconcile.NO_OP
         assert len(await rows.of("pending_cancel_group")) == 2
     for flow in (with_sibling, without):
         assert await engine.drain_sibling_cancel_group(flow.flow_id, flow.id("z")) is SiblingDrain.DRAINED
@@ -191,6 +193,22 @@ async def test_an_upstream_execution_whose_edge_is_only_staged_is_a_sibling(
     await parts_of(engine).cascade.drain()
     assert (await sweep.dispatch()).done == 1
     assert await states(engine, [sibling]) == ["cancelled"]
+
+
+@pytest.mark.usefixtures("altered_rows")
+async def test_without_a_stored_reason_and_effect_the_siblings_are_cancelled_for_the_satisfied_group(
+    engine: Engine, rows: Rows, sweep: Siblings, connection: asyncpg.Connection
+) -> None:
+    flow = await DrivenFlow.submit(engine, rows, "a b z", "a>z b>z", **ANY_OF)
+    # Every operation stores them.
+    await connection.execute("update edge_group set on_satisfied = null")
+    await flow.succeed("a")
+    await connection.execute("update edge_group set cancel_siblings_reason = null")
+    assert (await sweep.dispatch()).done == 1
+    assert (await flow.row("b"))["cancellation_reason"] == "sibling_quorum_satisfied"
+    found = await engine.describe_flow(flow.flow_id)
+    assert found is not None
+    assert [group.policy for group in found.edge_groups] == [AnyOfEdges(OnSatisfied.CANCEL_REMAINING)]
 
 
 async def test_a_sibling_that_is_replayed_after_the_sweep_has_read_its_list_is_not_cancelled(
