@@ -254,7 +254,7 @@ class GraphModel:
             group.siblings = {edge.up for edge in self.edges if edge.down == number and self.members[edge.up].is_live}
         if group.state == "satisfied" and child.phase == "blocked":
             self._promote(child)
-        elif group.state == "impossible" and child.is_live:
+        elif group.state == "impossible" and child.is_live and not child.is_held:
             self.end(number, "skipped")
 
     def _promote(self, child: Member) -> None:
