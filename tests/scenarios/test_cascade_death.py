@@ -44,7 +44,7 @@ async def test_a_cascade_of_a_process_that_was_killed_after_its_first_hop_ends_l
     for name in "bcde":
         assert await flow.counts(name) == await undisturbed.counts(name)
         assert await flow.outcomes(name) == await undisturbed.outcomes(name)
-    kept = ("live_count", "unhappy_count", "derived_state")
+    kept = ("live_count", "failed_count", "derived_state")
     ((stored,), (expected,)) = [await rows.of("flow", flow_id=each.flow_id) for each in (flow, undisturbed)]
     assert [stored[name] for name in kept] == [expected[name] for name in kept]
     assert await rows.of("cascade_entry") == []

@@ -102,11 +102,11 @@ async def test_a_replay_counts_in_the_flow_that_the_execution_joins_meanwhile(
         )
         assert [word(answer) for answer in answers] == ["Replayed", "Added"]
         row = await flow.row()
-        assert (row["live_count"], row["unhappy_count"], row["derived_state"]) == (1, 0, "open")
+        assert (row["live_count"], row["failed_count"], row["derived_state"]) == (1, 0, "open")
         await cancel_all(one, execution_id)
         await flow.settle()
         row = await flow.row()
-        assert (row["live_count"], row["unhappy_count"], row["derived_state"]) == (0, 1, "failed")
+        assert (row["live_count"], row["failed_count"], row["derived_state"]) == (0, 1, "failed")
     assert await one.find_inconsistencies() == []
 
 
@@ -141,7 +141,7 @@ async def test_replays_of_members_and_the_ends_of_others_do_not_block_each_other
             each for each in await rows.of("execution", flow_id=flow.flow_id) if each["lifecycle_phase"] == "terminal"
         ]
         assert row["live_count"] == 6 - len(ended)
-        assert row["unhappy_count"] == sum(each["terminal_outcome"] == "cancelled" for each in ended)
+        assert row["failed_count"] == sum(each["terminal_outcome"] == "cancelled" for each in ended)
         await cancel_all(one, *upstreams, *children)
         await flow.settle()
         assert (await flow.row())["live_count"] == 0

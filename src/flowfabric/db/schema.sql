@@ -390,7 +390,7 @@ create table flow (
   public_flow_state text not null default 'open'::text,
   derived_state text not null default 'open'::text,
   live_count integer not null default 0,
-  unhappy_count integer not null default 0,
+  failed_count integer not null default 0,
   project_at bigint,
   quiet_count smallint not null default 0,
   ended_at bigint,

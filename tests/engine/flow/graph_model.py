@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 HOUR_MS = 3_600_000
 MAX_REPLAYS = 10
-UNHAPPY = ("failed", "cancelled", "expired")
+FAILED_OUTCOMES = ("failed", "cancelled", "expired")
 _ENDED = {"success": "completed"}
 _PUBLIC = {
     "active": "active", "lost": "active", "blocked": "waiting_children", "held": "waiting", "held lost": "active",
@@ -111,7 +111,7 @@ class GraphModel:
         self.queue: list[tuple[int, str]] = []
         """The ends that are not settled, with their outcomes."""
         self.live = 0
-        self.unhappy = 0
+        self.failed = 0
         self.derived = derived
         self.is_cancelled = False
         self.owed: set[int] = set()
@@ -214,7 +214,7 @@ class GraphModel:
             self.queue.remove((number, outcome))
             for edge in self._behind(number):
                 self.resolve(edge, outcome)
-            self._count(live=-1, unhappy=int(outcome in UNHAPPY))
+            self._count(live=-1, failed=int(outcome in FAILED_OUTCOMES))
 
     def resolve_those(self, number: int, outcome: str, is_resolved: Callable[[Edge], bool]) -> None:
         """Resolve some of the edges behind a queued end, and count it later."""
@@ -318,7 +318,7 @@ class GraphModel:
         self.owed.discard(number)
         for other in self.groups.values():
             other.siblings.discard(number)
-        self._count(live=1, unhappy=-int(was in UNHAPPY), now_live="blocked" if waits else "open")
+        self._count(live=1, failed=-int(was in FAILED_OUTCOMES), now_live="blocked" if waits else "open")
         for edge in succeeded if waits else ():
             self.resolve(edge, "success")
         return member.public
@@ -336,10 +336,10 @@ class GraphModel:
         is_too_small = group.needed > group.staged
         return [edge for edge in reset if self.members[edge.up].outcome == "success" and not is_too_small]
 
-    def _count(self, *, live: int, unhappy: int = 0, now_live: str = "open") -> None:
+    def _count(self, *, live: int, failed: int = 0, now_live: str = "open") -> None:
         self.live += live
-        self.unhappy += unhappy
+        self.failed += failed
         if self.live > 0:
             self.derived = now_live if self.derived in ("completed", "failed") else self.derived
         else:
-            self.derived = "failed" if self.unhappy > 0 else "completed"
+            self.derived = "failed" if self.failed > 0 else "completed"

@@ -145,7 +145,7 @@ async def stored_flow(connection: asyncpg.Connection, flow_id: UUID, numbers: Ma
     (flow,) = await connection.fetch("select * from flow where flow_id = $1", flow_id)
     members = await connection.fetch(_MEMBERS, flow_id, CompletionOutcome.RESUMABLE)
     state: State = {
-        "flow": (flow["live_count"], flow["unhappy_count"], flow["derived_state"], flow["public_flow_state"]),
+        "flow": (flow["live_count"], flow["failed_count"], flow["derived_state"], flow["public_flow_state"]),
         "queue": sorted((numbers[execution], outcome) for _, execution, outcome in await _queued(connection, flow_id)),
     }
     ended = ("completed", "failed", "cancelled", "expired", "skipped")
@@ -174,7 +174,7 @@ async def stored_flow(connection: asyncpg.Connection, flow_id: UUID, numbers: Ma
 def modelled(model: GraphModel) -> State:
     """The flow as it should be stored."""
     state: State = {
-        "flow": (model.live, model.unhappy, model.derived, "cancelled" if model.is_cancelled else "open"),
+        "flow": (model.live, model.failed, model.derived, "cancelled" if model.is_cancelled else "open"),
         "queue": sorted(model.queue),
     }
     for number, member in enumerate(model.members):

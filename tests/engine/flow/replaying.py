@@ -37,7 +37,7 @@ async def end(flow: BuiltFlow, execution_id: ExecutionId, outcome: str) -> None:
 async def states(flow: BuiltFlow) -> tuple[int, int, str]:
     """How many members are live and ended badly, and the derived state."""
     row = await flow.row()
-    return row["live_count"], row["unhappy_count"], row["derived_state"]
+    return row["live_count"], row["failed_count"], row["derived_state"]
 
 
 async def edges(rows: Rows, child: ExecutionId) -> dict[str, tuple[str, bool]]:

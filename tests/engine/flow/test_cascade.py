@@ -62,7 +62,7 @@ async def test_a_failure_skips_everything_behind_it_with_an_event_for_each(engin
     assert (await flow.states())["c"] == "skipped"
     assert await flow.counts("c") == ("impossible", 1, 0, 1)
     (stored,) = await rows.of("flow", flow_id=flow.flow_id)
-    assert (stored["derived_state"], stored["live_count"], stored["unhappy_count"]) == ("failed", 0, 1)
+    assert (stored["derived_state"], stored["live_count"], stored["failed_count"]) == ("failed", 0, 1)
     assert await engine.find_inconsistencies() == []
 
 
@@ -251,7 +251,7 @@ async def test_an_end_that_an_older_version_did_not_queue_is_found_by_the_safety
     assert await flow.states() == {"a": "completed", "b": "waiting", "c": "failed", "d": "skipped"}
     await engine.project_flow_summary(flow.flow_id)
     (stored,) = await rows.of("flow", flow_id=flow.flow_id)
-    assert (stored["live_count"], stored["unhappy_count"]) == (2, 1)
+    assert (stored["live_count"], stored["failed_count"]) == (2, 1)
 
 
 async def test_one_event_can_be_settled_by_hand_and_only_once(engine: Engine, rows: Rows) -> None:

@@ -87,7 +87,7 @@ async def test_ended_executions_join_a_flow_with_the_state_that_follows(
 ) -> None:
     async def state() -> tuple[str, int, int]:
         row = await flow.row()
-        return row["derived_state"], row["live_count"], row["unhappy_count"]
+        return row["derived_state"], row["live_count"], row["failed_count"]
 
     completed = await given.completed(execution_id=flow.mint())
     kept = await rows.of("retained")

@@ -76,7 +76,7 @@ async def test_a_flow_is_stored_and_its_roots_can_be_claimed_at_once(
         "public_flow_state": "open",
         "derived_state": state,
         "live_count": len(ids),
-        "unhappy_count": 0,
+        "failed_count": 0,
         "project_at": now,
         "quiet_count": 0,
         "retain_until": now + 86_400_000,

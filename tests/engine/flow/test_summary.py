@@ -301,14 +301,14 @@ async def test_ends_that_an_older_version_did_not_queue_are_counted(
     first, second = await flow.members(2)
     async with engine.subscribe_operator_events() as events:
         await end_as_an_older_version(flow, connection, first)
-        assert ((await flow.row())["live_count"], (await flow.row())["unhappy_count"]) == (2, 0)
+        assert ((await flow.row())["live_count"], (await flow.row())["failed_count"]) == (2, 0)
         await projected(flow)
         row = await flow.row()
-        assert (row["live_count"], row["unhappy_count"], row["derived_state"]) == (1, 1, "open")
+        assert (row["live_count"], row["failed_count"], row["derived_state"]) == (1, 1, "open")
         await end_as_an_older_version(flow, connection, second)
         await projected(flow)
         row = await flow.row()
-        assert (row["live_count"], row["unhappy_count"], row["derived_state"]) == (0, 2, "failed")
+        assert (row["live_count"], row["failed_count"], row["derived_state"]) == (0, 2, "failed")
         assert row["project_at"] is None
         (event,) = await take(events, 1)
     assert event.event_type is OperatorEventType.FLOW_STATE_CHANGED
@@ -325,14 +325,14 @@ async def test_queued_ends_count_once(flow: BuiltFlow, rows: Rows) -> None:
     # The summary shows the members as they are; the flow ends when the cascade has settled them.
     assert (found.public_flow_state, counts(found)) == ("failed", {"completed": 1, "failed": 1})
     row = await flow.row()
-    assert (row["live_count"], row["unhappy_count"], row["derived_state"]) == (2, 0, "open")
+    assert (row["live_count"], row["failed_count"], row["derived_state"]) == (2, 0, "open")
     assert row["project_at"] is not None
     await flow.settle()
     row = await flow.row()
-    assert (row["live_count"], row["unhappy_count"], row["derived_state"]) == (0, 1, "failed")
+    assert (row["live_count"], row["failed_count"], row["derived_state"]) == (0, 1, "failed")
     async with rows.unchanged(without=["flow", "flow_summary"]):
         await projected(flow)
-    assert (await flow.row())["unhappy_count"] == 1
+    assert (await flow.row())["failed_count"] == 1
 
 
 async def test_deleted_members_still_count_as_failed(
@@ -348,4 +348,4 @@ async def test_deleted_members_still_count_as_failed(
     await connection.execute("delete from listed where execution_id = $1", uuid_of(handle.execution_id))
     assert counts(await projected(flow)) == {"waiting": 1}
     row = await flow.row()
-    assert (row["live_count"], row["unhappy_count"]) == (1, 1)
+    assert (row["live_count"], row["failed_count"]) == (1, 1)

@@ -111,10 +111,10 @@ BROKEN: dict[str, list[tuple[str, str]]] = {
         ("queued", "delete from cascade_entry where {mine}"),
         ("queued", "update flow set live_count = live_count - 1 where {mine}"),
     ],
-    "flow: unhappy_count is not the number of its unhappy members": [
-        ("ended", "update flow set unhappy_count = 0 where {mine}"),
-        ("ended", "update flow set unhappy_count = 0, node_count = 9 where {mine}"),
-        ("waiting", "update flow set unhappy_count = 1 where {mine}"),
+    "flow: failed_count is not the number of its failed members": [
+        ("ended", "update flow set failed_count = 0 where {mine}"),
+        ("ended", "update flow set failed_count = 0, node_count = 9 where {mine}"),
+        ("waiting", "update flow set failed_count = 1 where {mine}"),
     ],
     "flow: node_count is lower than the number of its members": [
         ("waiting", "update flow set node_count = node_count - 1 where {mine}"),

@@ -19,7 +19,7 @@ create table flow (
   derived_state       text     not null default 'open',
   -- The members that have not ended or whose end is still queued for the cascade, and those that ended failed, cancelled or expired.
   live_count          integer  not null default 0,
-  unhappy_count       integer  not null default 0,
+  failed_count        integer  not null default 0,
   -- When the summary is projected next; null once it has counted a flow without live members.
   project_at          bigint,
   -- How many projections in a row have found the summary unchanged: the more, the later the next one.

@@ -18,7 +18,7 @@ from flowfabric.engine.flow.row import (
     lock_open_flow,
 )
 from flowfabric.engine.flow.snapshot import edge_snapshot
-from flowfabric.engine.flow.state import UNHAPPY, MemberChange, change_members
+from flowfabric.engine.flow.state import FAILED_OUTCOMES, MemberChange, change_members
 from flowfabric.engine.store import Store
 from flowfabric.model.edge import (
     MAX_REF_CHARACTERS,
@@ -114,7 +114,7 @@ class Graph:
                 partition_key=partition,
                 flow_id=flow,
                 live=int(outcome is TerminalOutcome.NONE),
-                unhappy=int(outcome in UNHAPPY),
+                failed=int(outcome in FAILED_OUTCOMES),
             )
             has_changed = await change_members(transaction, [change])
             return Added(execution_id=member, new_node_count=row["node_count"]), has_changed

@@ -16,7 +16,7 @@ from flowfabric.engine.execution.retained import take_ends
 from flowfabric.engine.flow.cascade import Cascade
 from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver
 from flowfabric.engine.flow.row import LockedFlow, lock_flows
-from flowfabric.engine.flow.state import UNHAPPY, MemberChange, change_members
+from flowfabric.engine.flow.state import FAILED_OUTCOMES, MemberChange, change_members
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.event import CompletionOutcome, EventFamily
@@ -415,7 +415,7 @@ def _change(members: Sequence[_Item]) -> MemberChange:
         partition_key=flow.partition_key,
         flow_id=flow.flow_id,
         live=len(members),
-        unhappy=-sum(member.ended["terminal_outcome"] in UNHAPPY for member in members),
+        failed=-sum(member.ended["terminal_outcome"] in FAILED_OUTCOMES for member in members),
         now_live=FlowState.BLOCKED if all(member.is_blocked for member in members) else FlowState.OPEN,
     )
 

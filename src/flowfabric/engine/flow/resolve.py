@@ -137,12 +137,12 @@ class Resolver:
         )
         resolved = await self._follow(transaction, row)
         changes = [
-            MemberChange(partition_key=partition, flow_id=flow_id, live=-ended, unhappy=unhappy)
-            for partition, flow_id, ended, unhappy in zip(
+            MemberChange(partition_key=partition, flow_id=flow_id, live=-ended, failed=failed)
+            for partition, flow_id, ended, failed in zip(
                 row["flow_partitions"] or (),
                 row["flow_ids"] or (),
                 row["flow_ended"] or (),
-                row["flow_unhappy"] or (),
+                row["flow_failed"] or (),
                 strict=True,
             )
         ]

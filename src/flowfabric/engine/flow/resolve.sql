@@ -315,7 +315,7 @@ deleted_entries as (
      and e.event_id not in (select event_id from left_entry)
 ),
 flow_count as materialized (
-  select m.partition_key, m.flow_id, count(*) as ended, count(*) filter (where m.outcome between 2 and 4) as unhappy
+  select m.partition_key, m.flow_id, count(*) as ended, count(*) filter (where m.outcome between 2 and 4) as failed
     from member m
    where m.rank not in (select rank from left_member)
    group by m.partition_key, m.flow_id
@@ -328,7 +328,7 @@ select
 (select array_agg(partition_key) from flow_count) as flow_partitions,
 (select array_agg(flow_id) from flow_count) as flow_ids,
 (select array_agg(ended) from flow_count) as flow_ended,
-(select array_agg(unhappy) from flow_count) as flow_unhappy,
+(select array_agg(failed) from flow_count) as flow_failed,
 (select array_agg(e.partition_key order by e.event_id) from entry e join left_entry l using (event_id)) as left_partitions,
 (select array_agg(event_id order by event_id) from left_entry) as left_event_ids,
 (select rank is not null from cut) as is_cut;

@@ -11,18 +11,18 @@ from flowfabric.model.states import TerminalOutcome
 
 SQL = statements_beside(__file__)
 
-UNHAPPY = frozenset({TerminalOutcome.FAILED, TerminalOutcome.CANCELLED, TerminalOutcome.EXPIRED})
+FAILED_OUTCOMES = frozenset({TerminalOutcome.FAILED, TerminalOutcome.CANCELLED, TerminalOutcome.EXPIRED})
 """A flow has failed if a member has ended in one of these ways."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberChange:
-    """By how much the counts of a flow change: its live members, and those that have ended in an UNHAPPY way."""
+    """By how much the counts of a flow change: its live members, and those that ended in one of FAILED_OUTCOMES."""
 
     partition_key: int
     flow_id: UUID
     live: int
-    unhappy: int = 0
+    failed: int = 0
     now_live: FlowState = FlowState.OPEN
     """The state of the flow if every member had ended before."""
 
@@ -37,7 +37,7 @@ async def change_members(transaction: Transaction, changes: Sequence[MemberChang
         partition_keys=[change.partition_key for change in changes],
         flow_ids=[change.flow_id for change in changes],
         live=[change.live for change in changes],
-        unhappy=[change.unhappy for change in changes],
+        failed=[change.failed for change in changes],
         now_live=[change.now_live.value for change in changes],
     )
     return bool(rows[0]["has_changed"])

@@ -5,21 +5,21 @@
 with clock as materialized (select ff_now() as now),
 counted as materialized (
   select f.partition_key, f.flow_id, f.namespace_no, f.public_flow_state, f.derived_state, c.now, f.live_count + i.live as live_count,
-         f.unhappy_count + i.unhappy as unhappy_count,
+         f.failed_count + i.failed as failed_count,
          case
            when f.live_count + i.live > 0 then case when f.derived_state in ('completed', 'failed') then i.now_live else f.derived_state end
-           when f.unhappy_count + i.unhappy > 0 then 'failed'
+           when f.failed_count + i.failed > 0 then 'failed'
            else 'completed' end as to_state,
          case when f.live_count + i.live <= 0 and (f.live_count > 0 or f.ended_at is null) then c.now else f.ended_at end as ended_at
-    from unnest(:partition_keys::smallint[], :flow_ids::uuid[], :live::int[], :unhappy::int[], :now_live::text[])
-         as i(partition_key, flow_id, live, unhappy, now_live)
+    from unnest(:partition_keys::smallint[], :flow_ids::uuid[], :live::int[], :failed::int[], :now_live::text[])
+         as i(partition_key, flow_id, live, failed, now_live)
    cross join clock c
    cross join lateral (
          select f.* from flow f where f.partition_key = i.partition_key and f.flow_id = i.flow_id limit 1) f
 ),
 updated as (
   update flow f
-     set live_count = n.live_count, unhappy_count = n.unhappy_count, derived_state = n.to_state,
+     set live_count = n.live_count, failed_count = n.failed_count, derived_state = n.to_state,
          ended_at = n.ended_at, quiet_count = 0,
          project_at = case when f.quiet_count > 0 then n.now else coalesce(f.project_at, n.now) end
     from counted n

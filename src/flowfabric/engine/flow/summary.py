@@ -10,7 +10,7 @@ from flowfabric.engine.core.quarantine import Quarantine, is_connection_fault
 from flowfabric.engine.core.stored import literal
 from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.flow.row import check_flow_id, lock_flow_if_exists
-from flowfabric.engine.flow.state import UNHAPPY, MemberChange, change_members
+from flowfabric.engine.flow.state import FAILED_OUTCOMES, MemberChange, change_members
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome, EventFamily
@@ -123,7 +123,7 @@ class FlowSummaries:
 
     async def _count(self, transaction: Transaction, flows: Sequence[FlowKey]) -> list[Record]:
         return await transaction.fetch(
-            SQL.count_members, **_keys(flows), unhappy=list(map(CompletionOutcome.of, UNHAPPY))
+            SQL.count_members, **_keys(flows), failed_outcomes=list(map(CompletionOutcome.of, FAILED_OUTCOMES))
         )
 
     async def _write(
@@ -160,26 +160,26 @@ def _ended(row: Record) -> int:
     return ended
 
 
-def _unhappy(row: Record) -> int:
+def _failed(row: Record) -> int:
     """How many members have ended failed, cancelled or expired and are not queued for the cascade.
 
     Retention deletes members before their flow, so with fewer members than the flow has had the count can only grow.
     """
-    counted: int = max(row["failed"] + row["cancelled"] + row["expired"] - row["queued_unhappy"], 0)
-    return counted if row["total"] >= row["node_count"] else max(counted, row["unhappy_count"])
+    counted: int = max(row["failed"] + row["cancelled"] + row["expired"] - row["queued_failed"], 0)
+    return counted if row["total"] >= row["node_count"] else max(counted, row["failed_count"])
 
 
 def _correction(row: Record) -> MemberChange | None:
     """What is missing in the counts of a flow; None if they are right."""
     live = row["total"] - _ended(row) + row["queued"] - row["live_count"]
-    unhappy = _unhappy(row) - row["unhappy_count"]
-    if not live and not unhappy:
+    failed = _failed(row) - row["failed_count"]
+    if not live and not failed:
         return None
     return MemberChange(
         partition_key=row["partition_key"],
         flow_id=row["flow_id"],
         live=live,
-        unhappy=unhappy,
+        failed=failed,
         now_live=_state_of(row),
     )
 
@@ -189,8 +189,8 @@ def _state_of(row: Record) -> FlowState:
     if not row["total"]:
         return FlowState.OPEN
     if _ended(row) == row["total"]:
-        is_unhappy = _unhappy(row) + row["queued_unhappy"] > 0
-        return FlowState.FAILED if is_unhappy else FlowState.COMPLETED
+        has_failed = _failed(row) + row["queued_failed"] > 0
+        return FlowState.FAILED if has_failed else FlowState.COMPLETED
     if row["active"]:
         return FlowState.RUNNING
     if row["suspended"] or row["delayed"] or row["rate_limited"] or row["waiting_children"]:

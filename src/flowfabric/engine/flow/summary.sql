@@ -23,10 +23,10 @@ select f.partition_key, f.flow_id
 -- The members of flows that the transaction has locked, by their public state, and the ends that are queued for the cascade, all
 -- from one snapshot: a member and its entry of the cascade change in the same commit. Next to them, the counts that the flow has. If these
 -- are those of the members, no end is queued, and the entries are not read.
-select i.partition_key, i.flow_id, f.node_count, f.live_count, f.unhappy_count, q.queued, q.queued_unhappy, m.*
+select i.partition_key, i.flow_id, f.node_count, f.live_count, f.failed_count, q.queued, q.queued_failed, m.*
   from unnest(:partition_keys::smallint[], :flow_ids::uuid[]) with ordinality as i(partition_key, flow_id, nth)
  cross join lateral (
-       select f.node_count, f.live_count, f.unhappy_count from flow f
+       select f.node_count, f.live_count, f.failed_count from flow f
         where f.partition_key = i.partition_key and f.flow_id = i.flow_id limit 1) f
  cross join lateral (
        select count(*)::int as total,
@@ -45,10 +45,10 @@ select i.partition_key, i.flow_id, f.node_count, f.live_count, f.unhappy_count, 
         where e.flow_id = i.flow_id) m
  cross join lateral (
        select coalesce(sum(cardinality(c.execution_ids)), 0)::int as queued,
-              coalesce(sum(cardinality(c.execution_ids)) filter (where c.outcome = any(:unhappy::smallint[])), 0)::int as queued_unhappy
+              coalesce(sum(cardinality(c.execution_ids)) filter (where c.outcome = any(:failed_outcomes::smallint[])), 0)::int as queued_failed
          from cascade_entry c
         where (m.total - m.completed - m.failed - m.cancelled - m.expired - m.skipped, m.failed + m.cancelled + m.expired)
-              is distinct from (f.live_count, f.unhappy_count)
+              is distinct from (f.live_count, f.failed_count)
           and c.partition_key = i.partition_key and c.flow_id = i.flow_id) q
  order by i.nth;
 

@@ -43,7 +43,7 @@ select r.partition_key, r.flow_id
  order by r.partition_key desc, r.flow_id desc limit 1;
 
 -- name: list_broken_flows
--- The rules that the flows of a range, their groups and their edges break. The outcomes 2 to 4 of a queued end are unhappy.
+-- The rules that the flows of a range, their groups and their edges break. The outcomes 2 to 4 of a queued end count as failed.
 with subject as materialized (
   select f.* from flow f
    where (f.partition_key, f.flow_id) > (:after_partition::smallint, :after_id::uuid)
@@ -60,22 +60,22 @@ flow_rule as (
     from subject f
    cross join lateral (
          select count(*) as total, count(*) filter (where e.lifecycle_phase <> 'terminal') as live,
-                count(*) filter (where e.terminal_outcome in ('failed', 'cancelled', 'expired')) as unhappy
+                count(*) filter (where e.terminal_outcome in ('failed', 'cancelled', 'expired')) as failed
            from execution e where e.flow_id = f.flow_id) m
    cross join lateral (
-         select count(*) as total, count(*) filter (where q.outcome between 2 and 4) as unhappy
+         select count(*) as total, count(*) filter (where q.outcome between 2 and 4) as failed
            from queued q where q.partition_key = f.partition_key and q.flow_id = f.flow_id) q
    cross join lateral (select count(*) as total from edge x where x.partition_key = f.partition_key and x.flow_id = f.flow_id) x
    cross join lateral (values
          ('flow: live_count is not the number of its live members and queued ends', f.live_count <> m.live + q.total),
          -- Deleted members are still counted.
-         ('flow: unhappy_count is not the number of its unhappy members', case when m.total < f.node_count
-           then f.unhappy_count < m.unhappy - q.unhappy else f.unhappy_count <> m.unhappy - q.unhappy end),
+         ('flow: failed_count is not the number of its failed members', case when m.total < f.node_count
+           then f.failed_count < m.failed - q.failed else f.failed_count <> m.failed - q.failed end),
          ('flow: node_count is lower than the number of its members', f.node_count < m.total),
          ('flow: edge_count is lower than the number of its edges', f.edge_count < x.total),
          ('flow: derived_state contradicts the counts', case
            when f.live_count > 0 then f.derived_state not in ('open', 'running', 'blocked')
-           when f.node_count > 0 then f.derived_state <> case when f.unhappy_count > 0 then 'failed' else 'completed' end
+           when f.node_count > 0 then f.derived_state <> case when f.failed_count > 0 then 'failed' else 'completed' end
            else f.derived_state <> 'open' end),
          ('flow: ended_at is missing though its members have ended', f.live_count <= 0 and f.node_count > 0 and f.ended_at is null),
          ('flow: its summary is never projected', f.live_count > 0 and f.project_at is null),
