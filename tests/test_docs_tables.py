@@ -201,3 +201,6 @@ def test_the_figures_of_the_readme_are_those_of_the_benchmark() -> None:
     soak = json.loads((ROOT / "bench/soak.json").read_text())["ratios"]["soak_last_tenth/soak_first_tenth"]
     assert f"takes {measured['submit_to_result']['value']:.1f} ms from `submit`" in words
     assert f"reaches {soak:.2f} of the rate" in words
+    share = measured["flow_fan_rate"]["value"] / measured["flow_fan_plain"]["value"]
+    assert f"is stored in {measured['flow_fan_submit']['value']:.1f} s, and runs at {share:.2f} of the rate" in words
+    assert f"starts {measured['flow_hop_p50']['value']:.1f} ms after the one before it" in words
