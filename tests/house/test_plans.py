@@ -53,7 +53,8 @@ async def fill(engine: Engine) -> None:
     now = round(time.time() * 1000)
     await engine.create_many([new() for _ in range(ENDED)])
     for _ in range(ENDED // 100):
-        await engine.complete_many([(run.handle, b"1") for run in await claim(engine, 100)])
+        runs = await claim(engine, 100, lease_ttl_ms=HOUR // 2)
+        await engine.complete_many([(run.handle, b"1") for run in runs])
     for _ in range(LEASED // 1000):
         await engine.create_many([new(execution_deadline_at=now + DAY) for _ in range(1000)])
         for _ in range(10):

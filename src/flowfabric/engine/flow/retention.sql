@@ -4,7 +4,7 @@
 -- first; the flows themselves go when none are left. Any other due flow is due again :members_ms after its retention. If that is over, it
 -- is due again after as long as it is over already, but not before :members_ms, and after :recheck_ms at the latest. Returns how many flows
 -- were deleted and looked at, whether edges or groups are left (has_more), the time up to which no flow is due except skipped and locked
--- ones and those with edges or groups left, and how long this took.
+-- ones and those with edges or groups left (reached), and how long this took.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select f.ctid as tid, f.partition_key, f.flow_id, f.retain_until, f.live_count, greatest(f.last_mutation_at, f.ended_at) as changed_at, c.now
