@@ -100,42 +100,6 @@ async def test_a_replayed_flow_runs_only_what_did_not_succeed(url: str, *, is_fo
     assert source.calls == {"extract good": 1, "extract bad": 2, "both": 1, "last": 1, "alone": 1}
 
 
-async def test_siblings_are_replayed_if_their_group_lacked_them_and_not_if_it_had_enough(url: str) -> None:
-    fabric, broken = Fabric(url), {"one", "two", "last"}
-
-    @fabric.task
-    async def judge(name: str) -> str:
-        if name in broken:
-            raise ValueError("no verdict")
-        return name
-
-    @fabric.task
-    async def decide(names: list[str]) -> list[str]:
-        return names
-
-    later = judge.options(lane="later")
-    flow = fabric.flow("judges")
-    one, two, three = flow.add(judge, "one"), flow.add(judge, "two"), flow.add(later, "three")
-    verdict = flow.add(decide, quorum(2, of=[one, two, three], cancel_remaining=True))
-    first, second = flow.add(judge, "first"), flow.add(later, "second")
-    last = flow.add(judge, any_of([first, second], cancel_remaining=True))
-    failing = flow.add(judge, "last")
-    async with fabric:
-        async with fabric.worker(lanes=["default"]):
-            run = await flow.submit()
-            with pytest.raises(FlowRunFailed):
-                await run.result(timeout=TIMEOUT)
-        ends = [(await run.run(node).status()).state for node in (three, verdict, second, last)]
-        assert ends == ["cancelled", "skipped", "cancelled", "completed"]
-        # Without the third, the quorum would be impossible again.
-        broken -= {"one", "last"}
-        again = {each.id for each in await run.replay()}
-        assert again == {run.run(node).id for node in (one, two, three, verdict, failing)}
-        async with fabric.worker(lanes=["default", "later"]):
-            assert sorted(await run.run(verdict).result(timeout=TIMEOUT)) == ["one", "three"]
-            await run.result(timeout=TIMEOUT)
-
-
 async def test_a_replay_of_a_node_gets_the_same_results_and_misses_one_that_is_replayed(
     url: str, eventually: Eventually
 ) -> None:
