@@ -58,6 +58,7 @@ class FlowRetention:
         async def batch(skipped: Sequence[UUID]) -> int:
             row = await take(only=None, skipped=skipped)
             self.watermark.record_scan(since, row["took_ms"] / 1000)
+            # Flows that are skipped now are still due later.
             if not skipped:
                 self.watermark.move_to(row["reached"])
             looked_at: int = row["looked_at"]
