@@ -163,9 +163,18 @@ DAY_MS = 86_400_000
 
 
 async def claimed_by(previous: PreviousVersion, lane: str) -> Handle:
-    """The next execution of a lane, claimed by a worker of the previous version."""
+    """The next execution of a lane, claimed by a worker of the previous version.
+
+    What the other version queued below the watermark of a claim may be found only by a later scan, so the claim waits.
+    """
     (run,) = await previous(
-        "claim_many", lanes=(lane,), worker_id="old", worker_instance_id="old-1", limit=1, lease_ttl_ms=30_000
+        "claim_many",
+        lanes=(lane,),
+        worker_id="old",
+        worker_instance_id="old-1",
+        limit=1,
+        lease_ttl_ms=30_000,
+        max_wait_ms=30_000,
     )
     handle: Handle = run.handle
     return handle
