@@ -166,6 +166,12 @@ def lasting_watermarks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def scans_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a claim that finds nothing do a full scan again, however slow the machine is."""
+    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", 600.0)
+
+
+@pytest.fixture
 async def keyless(engines: Engines, connection: asyncpg.Connection) -> Engine:
     """An engine whose store has no signing key, which no operation can bring about."""
     engine = await engines()

@@ -9,7 +9,6 @@ import pytest
 from fixtures import Clock, Explain, Rows
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
-from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
 from flowfabric.model.explanation import Explanation
@@ -68,9 +67,3 @@ async def consistent_rows(engine: Engine) -> AsyncIterator[None]:
 @pytest.fixture
 def altered_rows() -> None:
     """Mark a test that leaves rows that no operation writes."""
-
-
-@pytest.fixture
-def scans_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a claim that finds nothing do a full scan again, however slow the machine is."""
-    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", 600.0)

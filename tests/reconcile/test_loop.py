@@ -40,6 +40,7 @@ def counting(run: Callable[[int], int], *, every_ms: int = 20, is_woken_by_timer
     )
 
 
+@pytest.mark.usefixtures("scans_are_free")
 async def test_due_work_is_processed_in_the_background(
     engines: Engines, given: Given, clock: Clock, eventually: Eventually
 ) -> None:
