@@ -144,6 +144,46 @@ async def test_a_run_waits_for_another_longer_than_the_lock_timeout_of_its_sessi
     await hasty.close()
 
 
+TWO_TABLES = "-- compatible: no\n-- Two tables.\ncreate table first ();\ncreate table second ();\n"
+THEIR_AGES = "-- compatible: yes\n-- Ages.\nalter table first add age int;\nalter table second add age int;\n"
+
+
+async def migrate_into_a_deadlock(
+    url: str, connection: asyncpg.Connection, known: tuple[Migration, ...]
+) -> list[Migration]:
+    """Apply the second migration beside a session that has locked `second` and then locks `first`."""
+    await migrate(connection, schema="here", migrations=known[:1])
+    # The session that looks for a deadlock first is the one that is rolled back.
+    await connection.execute("set deadlock_timeout = '10ms'")
+    rival = await asyncpg.connect(url, server_settings={"deadlock_timeout": "1h"})
+    async with rival.transaction():
+        await rival.execute("lock table here.second in access share mode")
+        run = asyncio.create_task(migrate(connection, schema="here", migrations=known))
+        waiting = "select exists (select from pg_locks where relation = 'here.second'::regclass and not granted)"
+        while not await rival.fetchval(waiting):
+            assert not run.done()
+        await rival.execute("lock table here.first in access share mode")
+    await rival.close()
+    return await run
+
+
+async def test_a_migration_that_deadlocks_with_running_work_is_applied_at_the_next_try(
+    database_url: str, connection: asyncpg.Connection, write: Write
+) -> None:
+    known = write(TWO_TABLES, THEIR_AGES)
+    assert await migrate_into_a_deadlock(database_url, connection, known) == [known[1]]
+    assert await ledger(connection, "here") == [1, 2]
+
+
+async def test_a_migration_that_only_deadlocks_is_given_up(
+    database_url: str, connection: asyncpg.Connection, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.db.migrate.MAX_DEADLOCKS", 0)
+    with pytest.raises(MigrationError, match="schema here was not migrated further: 1 tries deadlocked"):
+        await migrate_into_a_deadlock(database_url, connection, write(TWO_TABLES, THEIR_AGES))
+    assert await ledger(connection, "here") == [1]
+
+
 async def test_a_migration_that_fails_changes_nothing_and_earlier_ones_stay(
     connection: asyncpg.Connection, write: Write
 ) -> None:

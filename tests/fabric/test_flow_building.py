@@ -472,14 +472,15 @@ def test_the_limits_of_a_flow_are_checked_when_it_is_built(monkeypatch: pytest.M
 
 def test_adding_nodes_takes_linear_time() -> None:
     def seconds(nodes: int) -> float:
-        began = time.perf_counter()
+        # The time of this process alone: the machine may be busy with other work.
+        began = time.process_time()
         flow = fabric.flow("nightly")
         first = flow.add(extract)
         many = [flow.add(take, first, named=n) for n in range(nodes)]
         last = flow.add(count, all_of(many))
         for node in many[:100]:
             flow.after(last, node)
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     seconds(100)
-    assert seconds(10_000) < 30 * max(seconds(1_000), 0.01)
+    assert min(seconds(10_000) for _ in range(3)) < 30 * max(seconds(1_000), 0.01)

@@ -28,7 +28,7 @@ from flowfabric.model.lease import (
     TerminalFailed,
 )
 
-from .races import TOGETHER, Rivals, cancel_all, check_winners, claim, claimed, outcome, race_all, rivals
+from .races import HOUR_MS, TOGETHER, Rivals, cancel_all, check_winners, claim, claimed, outcome, race_all, rivals
 
 __all__ = ["rivals"]
 
@@ -189,7 +189,7 @@ async def test_of_a_delay_a_wait_a_completion_and_a_failure_one_ends_the_lease(r
             two.wait_children(handle),
             three.complete_execution(**fence(handle)),
             four.fail_execution(**fence(handle), failure_reason="x"),
-            four.renew_lease(**fence(handle), attempt_index=0, lease_ttl_ms=1000),
+            four.renew_lease(**fence(handle), attempt_index=0, lease_ttl_ms=HOUR_MS),
         ]
 
     ends = {

@@ -15,6 +15,8 @@ from flowfabric.db.rights import grants
 from flowfabric.version import __version__
 
 FOLDER = Path(__file__).parent / "migrations"
+MAX_DEADLOCKS = 20
+"""How often a run tries again after a deadlock with running work, which rolls the migration back whole."""
 
 _FILE = re.compile(r"(\d{4})_([a-z0-9_]+)\.sql")
 _HEADER = re.compile(r"-- compatible: (yes|no)")
@@ -168,23 +170,44 @@ async def migrate(
     check_schema_name(schema)
     known = known_migrations() if migrations is None else migrations
     applied: list[Migration] = []
+    deadlocks = 0
     while True:
-        # READ COMMITTED: a snapshot taken before the lock would miss what a concurrent run applied.
-        async with connection.transaction(isolation="read_committed"):
-            await connection.execute("set local lock_timeout = 0; set local statement_timeout = 0")
-            await connection.execute(_lock(schema))
-            ledger = await _read_ledger(connection, schema)
-            status = judge(schema, known, ledger or (), folder=folder)
-            match status.verdict:
-                case Verdict.BREAKING | Verdict.DAMAGED:
-                    raise MigrationError(status.text)
-                case Verdict.CURRENT | Verdict.AHEAD:
-                    return applied
-                case Verdict.BEHIND:
-                    await _apply(connection, schema, status.pending[0], fresh=ledger is None)
-                    applied.append(status.pending[0])
-                case never:
-                    assert_never(never)
+        try:
+            migration = await _apply_next(connection, schema, known, folder)
+        except asyncpg.DeadlockDetectedError as deadlock:
+            # Running work locks tables in an order of its own.
+            deadlocks += 1
+            if deadlocks > MAX_DEADLOCKS:
+                raise MigrationError(
+                    f"schema {schema} was not migrated further: {deadlocks} tries deadlocked with running work and changed"
+                    f" nothing ({deadlock}); run `ff migrate` again, or stop the workers first"
+                ) from deadlock
+            continue
+        if migration is None:
+            return applied
+        applied.append(migration)
+
+
+async def _apply_next(
+    connection: asyncpg.Connection, schema: str, known: Sequence[Migration], folder: Path | None
+) -> Migration | None:
+    """Apply the first pending migration in a transaction of its own; return None if there is none."""
+    # READ COMMITTED: a snapshot taken before the lock would miss what a concurrent run applied.
+    async with connection.transaction(isolation="read_committed"):
+        await connection.execute("set local lock_timeout = 0; set local statement_timeout = 0")
+        await connection.execute(_lock(schema))
+        ledger = await _read_ledger(connection, schema)
+        status = judge(schema, known, ledger or (), folder=folder)
+        match status.verdict:
+            case Verdict.BREAKING | Verdict.DAMAGED:
+                raise MigrationError(status.text)
+            case Verdict.CURRENT | Verdict.AHEAD:
+                return None
+            case Verdict.BEHIND:
+                await _apply(connection, schema, status.pending[0], fresh=ledger is None)
+                return status.pending[0]
+            case never:
+                assert_never(never)
 
 
 async def _apply(connection: asyncpg.Connection, schema: str, migration: Migration, *, fresh: bool) -> None:
@@ -210,6 +233,8 @@ async def _apply(connection: asyncpg.Connection, schema: str, migration: Migrati
             " run `ff migrate` as the owner of the schema and its tables, or, while it is empty, as its owner run"
             f" `alter schema {schema} owner to {user}`"
         ) from refused
+    except asyncpg.DeadlockDetectedError:
+        raise
     except asyncpg.PostgresError as error:
         raise MigrationError(f"{migration.file} failed on schema {schema} and changed nothing: {error}") from error
 
