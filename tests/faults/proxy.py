@@ -39,11 +39,12 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault at the n-th message of a side, counted over all connections since it was armed."""
+    """A fault at the n-th message of a side with a text in it, counted over all connections since it was armed."""
 
     action: Action
     side: Side
     nth: int = 1
+    text: bytes = b""
     seconds: float = 0
 
 
@@ -241,7 +242,7 @@ class Link:
         if side is Side.SERVER and self._proxy.is_swallowed(message[:1], awaits_answer=self._awaits_answer):
             return
         self._awaits_answer = side is Side.CLIENT or (self._awaits_answer and message[:1] != _READY)
-        fault = self._proxy.count(side)
+        fault = self._proxy.count(side, message)
         match fault.action if fault is not None else None:
             case Action.CUT_BEFORE:
                 self.cut()
@@ -294,6 +295,7 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._fault: Fault | None = None
         self._counted: Counter[Side] = Counter()
+        self._matched = 0
         self._one_byte: set[Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -328,21 +330,24 @@ class Proxy:
         """Schedule one fault, or none, and reset the message counts."""
         self._fault = fault
         self._counted.clear()
-        self.triggered = 0
+        self._matched = self.triggered = 0
 
     def counted(self, side: Side) -> int:
         """How many messages a side has sent since `arm`."""
         return self._counted[side]
 
-    def count(self, side: Side) -> Fault | None:
+    def count(self, side: Side, message: bytes) -> Fault | None:
         """Count a message, and return the fault if this message triggers it."""
         self._counted[side] += 1
         fault = self._fault
-        if fault is not None and fault.side is side and self._counted[side] == fault.nth:
-            self._fault = None
-            self.triggered += 1
-            return fault
-        return None
+        if fault is None or fault.side is not side or fault.text not in message:
+            return None
+        self._matched += 1
+        if self._matched < fault.nth:
+            return None
+        self._fault = None
+        self.triggered += 1
+        return fault
 
     def cut(self, links: Iterable[Link] | None = None) -> int:
         """Cut these connections, or all; return how many."""

@@ -179,8 +179,8 @@ async def migrate(
             deadlocks += 1
             if deadlocks > MAX_DEADLOCKS:
                 raise MigrationError(
-                    f"schema {schema} was not migrated further: {deadlocks} tries deadlocked with running work and changed"
-                    f" nothing ({deadlock}); run `ff migrate` again, or stop the workers first"
+                    f"schema {schema} was not migrated further: {deadlocks} tries deadlocked with running work and"
+                    f" changed nothing ({deadlock}); run `ff migrate` again, or stop the workers first"
                 ) from deadlock
             continue
         if migration is None:
