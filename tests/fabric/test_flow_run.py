@@ -286,7 +286,7 @@ async def test_the_error_of_a_flow_names_causes_first_and_at_most_ten(fabric: Fa
 
     @fabric.task(timeout=0.05)
     async def slow() -> int:
-        await asyncio.sleep(30)
+        await asyncio.Event().wait()
         return 1
 
     flow = fabric.flow("nightly")

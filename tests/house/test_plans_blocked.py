@@ -7,6 +7,7 @@ import asyncpg
 import pytest
 
 from databases import Databases
+from engine.flows import stop_cascade
 from engine.state import claim, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import blocked
@@ -55,7 +56,7 @@ async def test_a_page_of_blocked_executions_touches_few_rows(
 ) -> None:
     monkeypatch.setattr(blocked, "PAGE_LIMIT", PAGE)
     parts = parts_of(engine)
-    parts.wakeups.on_members_ended = None
+    stop_cascade(engine)
     # The edges of the fan-in, which waits the longest, and one index entry of each upstream execution.
     assert (await parts.blocked.reconcile()).is_full
     by_table = touched.by_table("list_stuck")
@@ -84,7 +85,7 @@ async def test_a_repair_touches_few_rows_for_each_edge(
     original: str, engine: Engine, touched: Touched, connection: asyncpg.Connection
 ) -> None:
     parts = parts_of(engine)
-    parts.wakeups.on_members_ended = None
+    stop_cascade(engine)
     for lane, count in (("many", 20), ("one", 1)):
         await engine.complete_many([(run.handle, b"1") for run in await claim(engine, lane, limit=count)])
     # An older version ends members without an entry.

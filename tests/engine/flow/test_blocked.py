@@ -7,6 +7,7 @@ import pytest
 
 from engine.flow.driving import DrivenFlow
 from engine.flow.submitting import submitted
+from engine.flows import stop_cascade
 from fixtures import Engines, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.flow import blocked
@@ -18,7 +19,7 @@ from flowfabric.reconcile.sweeps import SWEEPS
 @pytest.fixture
 def engine(engine: Engine) -> Engine:
     """An engine that does not settle the ends of members."""
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     return engine
 
 

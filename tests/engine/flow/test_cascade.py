@@ -160,7 +160,7 @@ async def test_edges_of_one_end_are_settled_in_groups_and_the_entry_goes_with_th
     names = [f"n{n}" for n in range(2_500)]
     flow = await DrivenFlow.submit(engine, rows, " ".join(["a", *names]), " ".join(f"a>{name}" for name in names))
     parts = parts_of(engine)
-    parts.wakeups.on_members_ended = None
+    stop_cascade(engine)
     await flow.succeed("a")
     (entry,) = await rows.of("cascade_entry")
     resolved = []
@@ -321,7 +321,7 @@ async def test_an_entry_that_cannot_be_settled_does_not_keep_those_behind_it_wai
     engine: Engine, rows: Rows, clock: Clock, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cascade, "SKIPPED_SECONDS", 3600.0)
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     bad, good = [await DrivenFlow.submit(engine, rows, "a b", "a>b") for _ in range(2)]
     for flow in (bad, good):
         await flow.succeed("a")

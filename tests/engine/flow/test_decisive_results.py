@@ -5,6 +5,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from engine.flows import stop_cascade
 from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("consistent_rows")
 @pytest.fixture
 async def flow(given: Given, rows: Rows) -> BuiltFlow:
     """A flow without members yet; the test settles its ends."""
-    parts_of(given.engine).wakeups.on_members_ended = None
+    stop_cascade(given.engine)
     return await BuiltFlow.create(given, rows)
 
 

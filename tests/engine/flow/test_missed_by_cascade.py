@@ -8,6 +8,7 @@ import pytest
 from engine.flow.driving import DrivenFlow
 from engine.flow.graphs import BuiltFlow
 from engine.flow.submitting import are_waiting, node
+from engine.flows import stop_cascade
 from engine.state import all_cases, claim, ids, refused
 from fixtures import Clock, Engines, Eventually, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("consistent_rows")
 @pytest.fixture
 def engine(engine: Engine) -> Engine:
     """An engine that does not settle the ends of members."""
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     return engine
 
 

@@ -7,6 +7,7 @@ import asyncpg
 import pytest
 
 from engine.flow.driving import DrivenFlow
+from engine.flows import stop_cascade
 from fixtures import Rows, uuid_of
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import Statement
@@ -24,7 +25,7 @@ COMMON: dict[str, Any] = {"lane_id": "default", "execution_kind": "job", "creato
 @pytest.fixture
 def engine(engine: Engine) -> Engine:
     """An engine that settles entries when a test tells it to."""
-    parts_of(engine).wakeups.on_members_ended = None
+    stop_cascade(engine)
     return engine
 
 
