@@ -17,7 +17,7 @@ import pytest
 
 from scenarios.processes import environment_for
 
-PREVIOUS = "603fe76cd6c3059225951fa1e8622c6bffb01254"
+PREVIOUS = "8b29d0074b2f0eb8ecc0c824ebe611326b5afed8"
 """The newest commit whose schema is older."""
 ROOT = Path(__file__).parents[2]
 _PROCESS = Path(__file__).with_name("previous_process.py")

@@ -18,7 +18,7 @@ create type frame_mode as enum ('durable', 'summary', 'best_effort');
 
 create type group_state as enum ('pending', 'satisfied', 'impossible');
 
-create type keyed_operation as enum ('submit', 'suspend', 'signal');
+create type keyed_operation as enum ('submit', 'suspend', 'signal', 'spend');
 
 create type lane_state as enum ('active', 'paused', 'draining', 'disabled');
 
@@ -83,6 +83,15 @@ create sequence claim_sequence as bigint start 1 increment 1 minvalue 1 maxvalue
 
 create sequence execution_sequence as bigint start 1 increment 1 minvalue 1 maxvalue 9223372036854775807 cache 1;
 
+create table admission_key (
+  admission_key_no integer not null generated always as identity,
+  quota_key_nos integer[] not null,
+  budget_ids uuid[] not null,
+  fair_key text not null,
+  digest bytea not null,
+  constraint admission_key_pkey PRIMARY KEY (admission_key_no),
+  constraint admission_key_digest UNIQUE (digest));
+
 create table attempt (
   partition_key smallint not null,
   execution_id uuid not null,
@@ -112,6 +121,71 @@ create table attempt (
   traceback text,
   constraint attempt_pkey PRIMARY KEY (partition_key, execution_id, attempt_index))
   with (autovacuum_vacuum_scale_factor=0.05);
+
+create table budget (
+  partition_key smallint not null,
+  budget_id uuid not null,
+  scope_type text not null,
+  scope_id text not null,
+  enforcement_mode text not null,
+  on_hard_limit text not null,
+  on_soft_limit text not null,
+  reset_interval_ms bigint not null,
+  created_at bigint not null,
+  constraint budget_pkey PRIMARY KEY (partition_key, budget_id));
+
+create table budget_account (
+  partition_key smallint not null,
+  budget_id uuid not null,
+  breach_count bigint not null default 0,
+  soft_breach_count bigint not null default 0,
+  reset_count bigint not null default 0,
+  last_reset_at bigint,
+  last_breach_at bigint,
+  last_breach_dim text,
+  next_reset_at bigint,
+  constraint budget_account_pkey PRIMARY KEY (partition_key, budget_id))
+  with (fillfactor=50);
+
+create table budget_limit (
+  partition_key smallint not null,
+  budget_id uuid not null,
+  dimension text not null,
+  hard_limit bigint not null,
+  soft_limit bigint not null,
+  constraint budget_limit_pkey PRIMARY KEY (partition_key, budget_id, dimension))
+  with (fillfactor=50);
+
+create table budget_reservation (
+  execution_partition smallint not null,
+  execution_id uuid not null,
+  partition_key smallint not null,
+  budget_id uuid not null,
+  reservation_key text not null,
+  dimension text not null,
+  amount bigint not null,
+  lease_epoch bigint not null,
+  reserved_at bigint not null,
+  constraint budget_reservation_pkey PRIMARY KEY (execution_partition, execution_id, budget_id, reservation_key, dimension));
+
+create table budget_spend (
+  partition_key smallint not null,
+  budget_id uuid not null,
+  execution_partition smallint not null,
+  execution_id uuid not null,
+  dimension text not null,
+  spent bigint not null,
+  constraint budget_spend_pkey PRIMARY KEY (partition_key, budget_id, execution_id, dimension));
+
+create table budget_usage (
+  partition_key smallint not null,
+  budget_id uuid not null,
+  dimension text not null,
+  used bigint not null default 0,
+  reserved bigint not null default 0,
+  constraint budget_usage_pkey PRIMARY KEY (partition_key, budget_id, dimension),
+  constraint budget_usage_is_not_negative CHECK (used >= 0 AND reserved >= 0))
+  with (fillfactor=50);
 
 create table cancel_backlog (
   partition_key smallint not null,
@@ -337,6 +411,8 @@ END) stored,
   input_payload bytea storage e,
   payload_encoding text,
   policy jsonb,
+  slot_keys integer[],
+  quota_weight bigint,
   constraint execution_pkey PRIMARY KEY (partition_key, execution_id),
   constraint execution_eligibility_is_of_runnable CHECK ((eligibility_state <> 'not_applicable'::eligibility_state) = (lifecycle_phase = 'runnable'::lifecycle_phase)),
   constraint execution_is_past_submitted CHECK (lifecycle_phase <> 'submitted'::lifecycle_phase),
@@ -460,8 +536,21 @@ create table lane (
   state lane_state not null default 'active'::lane_state,
   registered_at bigint not null,
   registered_by text not null,
+  fair_by text,
+  fair_weights jsonb,
+  ageing_ms bigint,
   constraint lane_pkey PRIMARY KEY (lane_no),
   constraint lane_id UNIQUE (lane_id));
+
+create table limit_attachment (
+  scope_type text not null,
+  scope_id text not null,
+  limit_type text not null,
+  limit_id uuid not null,
+  attached_at bigint not null,
+  constraint limit_attachment_pkey PRIMARY KEY (scope_type, scope_id, limit_type, limit_id),
+  constraint limit_attachment_scope CHECK (scope_type = ANY (ARRAY['lane'::text, 'namespace'::text, 'kind'::text, 'flow'::text])),
+  constraint limit_attachment_type CHECK (limit_type = ANY (ARRAY['budget'::text, 'quota'::text])));
 
 create table listed (
   partition_key smallint not null,
@@ -490,12 +579,48 @@ create table queue (
   kind_no integer not null,
   namespace_no integer not null,
   admission_key_no integer not null default 0,
+  quota_key_nos integer[] not null default '{}'::integer[],
+  budget_ids uuid[] not null default '{}'::uuid[],
+  fair_key text not null default ''::text,
   constraint queue_pkey PRIMARY KEY (queue_no),
   constraint queue_has_kind FOREIGN KEY (kind_no) REFERENCES kind(kind_no),
   constraint queue_has_lane FOREIGN KEY (lane_no) REFERENCES lane(lane_no),
   constraint queue_has_namespace FOREIGN KEY (namespace_no) REFERENCES namespace(namespace_no),
   constraint queue_has_route FOREIGN KEY (route_no) REFERENCES route(route_no),
   constraint queue_of_lane UNIQUE (lane_no, kind_no, namespace_no, route_no, admission_key_no));
+
+create table quota_admission (
+  quota_key_no integer not null,
+  partition_key smallint not null,
+  execution_id uuid not null,
+  admitted_at bigint not null,
+  guard_until bigint not null,
+  has_slot boolean not null,
+  constraint quota_admission_pkey PRIMARY KEY (quota_key_no, execution_id));
+
+create table quota_key (
+  quota_key_no integer not null generated always as identity,
+  partition_key smallint not null,
+  quota_policy_id uuid not null,
+  key text not null,
+  taken bigint not null default 0,
+  window_ats bigint[] not null default '{}'::bigint[],
+  window_tokens bigint[] not null default '{}'::bigint[],
+  constraint quota_key_pkey PRIMARY KEY (quota_key_no),
+  constraint quota_key_name UNIQUE (partition_key, quota_policy_id, key))
+  with (fillfactor=50);
+
+create table quota_policy (
+  partition_key smallint not null,
+  quota_policy_id uuid not null,
+  window_seconds bigint not null,
+  max_requests_per_window bigint not null,
+  max_concurrent bigint not null,
+  jitter_ms bigint not null,
+  key_from text,
+  weight_from text,
+  created_at bigint not null,
+  constraint quota_policy_pkey PRIMARY KEY (partition_key, quota_policy_id));
 
 create table ready (
   place bigint not null,
@@ -564,6 +689,13 @@ create table signing_key (
   expires_at bigint,
   constraint signing_key_pkey PRIMARY KEY (kid),
   constraint signing_key_current_lasts CHECK (NOT is_current OR expires_at IS NULL));
+
+create table slot_return (
+  quota_key_no integer not null,
+  shard smallint not null,
+  returned bigint not null,
+  constraint slot_return_pkey PRIMARY KEY (quota_key_no, shard))
+  with (fillfactor=50);
 
 create table stream (
   partition_key smallint not null,
@@ -714,6 +846,10 @@ create table worker_identity (
 
 create table event_default partition of event DEFAULT;
 
+CREATE INDEX budget_account_due ON budget_account USING btree (next_reset_at) WHERE next_reset_at IS NOT NULL;
+
+CREATE INDEX budget_reservation_of_budget ON budget_reservation USING btree (partition_key, budget_id);
+
 CREATE INDEX cancel_backlog_due ON cancel_backlog USING btree (grace_until);
 
 CREATE INDEX cascade_entry_age ON cascade_entry USING btree (queued_at);
@@ -751,6 +887,8 @@ CREATE INDEX idempotency_key_due ON idempotency_key USING btree (expires_at);
 CREATE INDEX listed_state ON listed USING btree (public_state, at);
 
 CREATE INDEX pending_cancel_group_age ON pending_cancel_group USING btree (enqueued_at);
+
+CREATE INDEX quota_admission_due ON quota_admission USING btree (guard_until);
 
 CREATE UNIQUE INDEX ready_queue ON ready USING btree (queue_no, place);
 

@@ -1,0 +1,169 @@
+-- compatible: yes
+-- Limits: budgets, quotas, what they are attached to, and the fairness of lanes.
+
+-- A budget's definition. Its counters are separate, so that usage of a budget that is not defined yet is counted too.
+create table budget (
+  partition_key     smallint not null,
+  budget_id         uuid     not null,
+  scope_type        text     not null,
+  scope_id          text     not null,
+  enforcement_mode  text     not null,
+  on_hard_limit     text     not null,
+  on_soft_limit     text     not null,
+  reset_interval_ms bigint   not null,
+  created_at        bigint   not null,
+  constraint budget_pkey primary key (partition_key, budget_id)
+);
+
+-- The limits of a budget's dimensions; 0 is no limit.
+create table budget_limit (
+  partition_key smallint not null,
+  budget_id     uuid     not null,
+  dimension     text     not null,
+  hard_limit    bigint   not null,
+  soft_limit    bigint   not null,
+  constraint budget_limit_pkey primary key (partition_key, budget_id, dimension)
+) with (fillfactor = 50);
+
+-- The counters of a budget. Every statement that changes what a budget has counted locks this row first.
+create table budget_account (
+  partition_key     smallint not null,
+  budget_id         uuid     not null,
+  breach_count      bigint   not null default 0,
+  soft_breach_count bigint   not null default 0,
+  reset_count       bigint   not null default 0,
+  last_reset_at     bigint,
+  last_breach_at    bigint,
+  last_breach_dim   text,
+  next_reset_at     bigint,
+  constraint budget_account_pkey primary key (partition_key, budget_id)
+) with (fillfactor = 50);
+create index budget_account_due on budget_account (next_reset_at) where next_reset_at is not null;
+
+create table budget_usage (
+  partition_key smallint not null,
+  budget_id     uuid     not null,
+  dimension     text     not null,
+  used          bigint   not null default 0,
+  reserved      bigint   not null default 0,
+  constraint budget_usage_pkey primary key (partition_key, budget_id, dimension),
+  constraint budget_usage_is_not_negative check (used >= 0 and reserved >= 0)
+) with (fillfactor = 50);
+
+-- What one execution has spent of a budget.
+create table budget_spend (
+  partition_key       smallint not null,
+  budget_id           uuid     not null,
+  execution_partition smallint not null,
+  execution_id        uuid     not null,
+  dimension           text     not null,
+  spent               bigint   not null,
+  constraint budget_spend_pkey primary key (partition_key, budget_id, execution_id, dimension)
+);
+
+-- What a run has reserved of a budget and not settled yet. It returns to the budget when the lease ends.
+create table budget_reservation (
+  execution_partition smallint not null,
+  execution_id        uuid     not null,
+  partition_key       smallint not null,
+  budget_id           uuid     not null,
+  reservation_key     text     not null,
+  dimension           text     not null,
+  amount              bigint   not null,
+  lease_epoch         bigint   not null,
+  reserved_at         bigint   not null,
+  constraint budget_reservation_pkey primary key (execution_partition, execution_id, budget_id, reservation_key, dimension)
+);
+create index budget_reservation_of_budget on budget_reservation (partition_key, budget_id);
+
+alter type keyed_operation add value 'spend';
+
+create table quota_policy (
+  partition_key           smallint not null,
+  quota_policy_id         uuid     not null,
+  window_seconds          bigint   not null,
+  max_requests_per_window bigint   not null,
+  max_concurrent          bigint   not null,
+  jitter_ms               bigint   not null,
+  -- Where the key of an execution comes from, 'tag:<key>' or 'payload:<JSON pointer>'; null: one key for all.
+  key_from                text,
+  -- Where its weight comes from, how many tokens of the rate it takes; null: 1.
+  weight_from             text,
+  created_at              bigint   not null,
+  constraint quota_policy_pkey primary key (partition_key, quota_policy_id)
+);
+
+-- What one key of a quota has admitted; kept for quotas that are not defined, too. Every admission locks this row.
+create table quota_key (
+  quota_key_no    integer  not null generated always as identity,
+  partition_key   smallint not null,
+  quota_policy_id uuid     not null,
+  key             text     not null,
+  -- How many slots were ever taken; those in use are this number less what slot_return has.
+  taken           bigint   not null default 0,
+  -- The tokens of the rate taken in the last window, oldest first: when, and how many.
+  window_ats      bigint[] not null default '{}',
+  window_tokens   bigint[] not null default '{}',
+  constraint quota_key_pkey primary key (quota_key_no),
+  constraint quota_key_name unique (partition_key, quota_policy_id, key)
+) with (fillfactor = 50);
+
+-- How many slots were ever given back. A row per shard, so that the ends of leases rarely wait for each other, and never for a claim.
+create table slot_return (
+  quota_key_no integer  not null,
+  shard        smallint not null,
+  returned     bigint   not null,
+  constraint slot_return_pkey primary key (quota_key_no, shard)
+) with (fillfactor = 50);
+
+-- The guard of an admitted execution: until then it takes no second token. has_slot: it holds a slot without a grant or a lease.
+create table quota_admission (
+  quota_key_no  integer  not null,
+  partition_key smallint not null,
+  execution_id  uuid     not null,
+  admitted_at   bigint   not null,
+  guard_until   bigint   not null,
+  has_slot      boolean  not null,
+  constraint quota_admission_pkey primary key (quota_key_no, execution_id)
+);
+create index quota_admission_due on quota_admission (guard_until);
+
+-- The budgets and quotas of a lane, a namespace, an execution kind or a flow.
+create table limit_attachment (
+  scope_type  text   not null,
+  scope_id    text   not null,
+  limit_type  text   not null,
+  limit_id    uuid   not null,
+  attached_at bigint not null,
+  constraint limit_attachment_pkey primary key (scope_type, scope_id, limit_type, limit_id),
+  constraint limit_attachment_scope check (scope_type in ('lane', 'namespace', 'kind', 'flow')),
+  constraint limit_attachment_type check (limit_type in ('budget', 'quota'))
+);
+
+-- The limits that executions were created with, and the key by which their lane is fair. The number 0 means none.
+create table admission_key (
+  admission_key_no integer not null generated always as identity,
+  quota_key_nos    integer[] not null,
+  budget_ids       uuid[]    not null,
+  fair_key         text      not null,
+  digest           bytea     not null,
+  constraint admission_key_pkey primary key (admission_key_no),
+  constraint admission_key_digest unique (digest)
+);
+
+-- All limits of a queue: of its admission key, and those attached to its lane, namespace and kind.
+alter table queue
+  add column quota_key_nos integer[] not null default '{}',
+  add column budget_ids    uuid[]    not null default '{}',
+  add column fair_key      text      not null default '';
+
+-- Null: the lane is not fair, or does not age.
+alter table lane
+  add column fair_by      text,
+  add column fair_weights jsonb,
+  add column ageing_ms    bigint;
+
+-- The quota keys of which the execution holds a slot, and how many tokens of a rate it takes; null: none, and 1.
+alter table execution
+  add column slot_keys    integer[],
+  add column quota_weight bigint;

@@ -1,0 +1,119 @@
+"""Quotas: how many executions a key may run at once and start per window, and what is left of both."""
+
+import random
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+DEFAULT_WINDOW_SECONDS = 60
+"""The window of a quota whose window is 0."""
+DEFAULT_KEY = "default"
+"""The key of executions that have none."""
+MAX_EXACT_ENTRIES = 100
+"""Above this number, a window merges the entries of each hundredth of its length."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admitted:
+    """The execution was admitted now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlreadyAdmitted:
+    """An earlier admission of the execution still holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RateExceeded:
+    """The rate of the window is used up; try again after `retry_after_ms`."""
+
+    retry_after_ms: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConcurrencyExceeded:
+    """All slots are taken."""
+
+
+Denial: TypeAlias = RateExceeded | ConcurrencyExceeded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuotaLimits:
+    """The limits of a quota; 0 disables one."""
+
+    max_requests_per_window: int
+    requests_per_window_seconds: int
+    active_concurrency_cap: int
+    jitter_ms: int = 0
+
+    @property
+    def window_ms(self) -> int:
+        """The length of the window."""
+        return (self.requests_per_window_seconds or DEFAULT_WINDOW_SECONDS) * 1000
+
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether it limits nothing."""
+        return not self.max_requests_per_window and not self.active_concurrency_cap
+
+
+@dataclass(slots=True)
+class KeyState:
+    """What one key of a quota has admitted; the transaction that changes it has locked the key's row."""
+
+    limits: QuotaLimits
+    used: int
+    """How many slots are taken."""
+    entries: list[tuple[int, int]] = field(default_factory=list)
+    """The tokens of the rate taken in the last window, oldest first: when, and how many."""
+
+    def sweep(self, now: int) -> None:
+        """Drop the tokens that are older than the window."""
+        since = now - self.limits.window_ms
+        self.entries = [entry for entry in self.entries if entry[0] > since]
+
+    @property
+    def tokens_used(self) -> int:
+        """The tokens taken in the window."""
+        return sum(tokens for _, tokens in self.entries)
+
+    def denial(self, now: int, *, weight: int = 1, needs_token: bool = True, needs_slot: bool = True) -> Denial | None:
+        """Why an execution cannot be admitted now, if so: the rate is tested before the slots."""
+        limits = self.limits
+        if needs_token and limits.max_requests_per_window:
+            # An execution heavier than the limit is admitted when nothing else is in the window.
+            excess = self.tokens_used + min(weight, limits.max_requests_per_window) - limits.max_requests_per_window
+            if excess > 0:
+                return RateExceeded(retry_after_ms=self._free_after(now, excess) + random.randint(0, limits.jitter_ms))
+        if needs_slot and limits.active_concurrency_cap and self.used >= limits.active_concurrency_cap:
+            return ConcurrencyExceeded()
+        return None
+
+    def admit(self, now: int, *, weight: int = 1, needs_token: bool = True, needs_slot: bool = True) -> None:
+        """Take what an admitted execution needs."""
+        if needs_token and self.limits.max_requests_per_window:
+            self._add(now, min(weight, self.limits.max_requests_per_window))
+        if needs_slot and self.limits.active_concurrency_cap:
+            self.used += 1
+
+    def _free_after(self, now: int, excess: int) -> int:
+        """The milliseconds until this many tokens have left the window."""
+        for at, tokens in self.entries:
+            excess -= tokens
+            if excess <= 0:
+                return max(0, at + self.limits.window_ms - now)
+        return self.limits.window_ms
+
+    def _add(self, now: int, tokens: int) -> None:
+        at = max(now, self.entries[-1][0]) if self.entries else now
+        if self.entries and self.entries[-1][0] == at:
+            tokens += self.entries.pop()[1]
+        self.entries.append((at, tokens))
+        if len(self.entries) > MAX_EXACT_ENTRIES:
+            part = max(self.limits.window_ms // MAX_EXACT_ENTRIES, 1)
+            # Merged into the latest of them: tokens may leave the window later than they could, never earlier.
+            merged: dict[int, tuple[int, int]] = {}
+            for moment, taken in self.entries:
+                earlier = merged.get(moment // part, (0, 0))
+                merged[moment // part] = moment, earlier[1] + taken
+            self.entries = [*merged.values()]
