@@ -98,10 +98,26 @@ def test_an_include_of_anything_but_a_fragment_is_refused_with_its_file_and_name
         in_file(tmp_path, text)
 
 
-def test_a_fragment_that_includes_another_is_refused(tmp_path: Path) -> None:
+def test_a_fragment_may_include_another(tmp_path: Path) -> None:
     text = FRAGMENT + "-- fragment: more\n-- include: ids\n\n-- name: find_it\n-- include: more\n;\n"
-    with pytest.raises(ValueError, match=r"^family\.sql: the fragment more includes ids; only statements may include$"):
+    assert in_file(tmp_path, text).find_it.parameters == ("ids",)
+
+
+def test_a_fragment_that_includes_itself_is_refused(tmp_path: Path) -> None:
+    text = "-- fragment: one\n-- include: two\n\n-- fragment: two\n-- include: one\n\n"
+    text += "-- name: find_it\n-- include: one\n;\n"
+    with pytest.raises(ValueError, match=r"^family\.sql: the fragment one includes itself$"):
         in_file(tmp_path, text)
+
+
+def test_a_statement_may_include_a_fragment_of_a_neighbour(tmp_path: Path) -> None:
+    in_file(tmp_path, FRAGMENT)
+    path = tmp_path / "other.sql"
+    path.write_text("-- name: find_it\n-- include: family.ids\n;\n")
+    assert Statements(path).find_it.parameters == ("ids",)
+    path.write_text("-- name: find_it\n-- include: family.others\n;\n")
+    with pytest.raises(ValueError, match=r"^family\.sql has no fragment others to include$"):
+        Statements(path)
 
 
 @pytest.mark.parametrize("kind", ["name", "fragment"])

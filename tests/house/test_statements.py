@@ -138,19 +138,22 @@ async def test_a_session_keeps_every_statement_prepared(url: str) -> None:
 
 
 def test_every_fragment_is_used() -> None:
-    unused = [f"{path.name}: {name}" for path in FILES for name in unused_fragments(Statements(path))]
+    unused = [f"{path.name}: {name}" for path in FILES for name in unused_fragments(path)]
     assert unused == []
 
 
-def unused_fragments(statements: Statements) -> list[str]:
-    """The fragments that no statement of the file includes."""
-    return [name for name in statements.fragments if name not in statements.included]
+def unused_fragments(path: Path) -> list[str]:
+    """The fragments of a file that neither it nor a neighbour includes."""
+    included = re.findall(r"-- include: (\w+)\n", path.read_text())
+    for neighbour in path.parent.glob("*.sql"):
+        included += re.findall(rf"-- include: {path.stem}\.(\w+)\n", neighbour.read_text())
+    return [name for name in Statements(path).fragments if name not in included]
 
 
 def test_an_unused_fragment_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "family.sql"
     path.write_text("-- fragment: a\nselect 1\n\n-- fragment: b\nselect 2\n\n-- name: find_it\n-- include: a\n;\n")
-    assert unused_fragments(Statements(path)) == ["b"]
+    assert unused_fragments(path) == ["b"]
 
 
 def test_every_fragment_has_a_description() -> None:

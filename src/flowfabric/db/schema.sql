@@ -848,6 +848,8 @@ create table event_default partition of event DEFAULT;
 
 CREATE INDEX budget_account_due ON budget_account USING btree (next_reset_at) WHERE next_reset_at IS NOT NULL;
 
+CREATE INDEX budget_limit_of_budget ON budget_limit USING btree (budget_id);
+
 CREATE INDEX budget_reservation_of_budget ON budget_reservation USING btree (partition_key, budget_id);
 
 CREATE INDEX cancel_backlog_due ON cancel_backlog USING btree (grace_until);

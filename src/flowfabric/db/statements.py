@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 ROW_IDS = "execution_ids"
 _HEADER = re.compile(r"^-- (name|fragment): ([a-z][a-z0-9_]*)$", re.MULTILINE)
-_INCLUDE = re.compile(r"^ *-- include: ([a-z][a-z0-9_]*)$", re.MULTILINE)
+_INCLUDE = re.compile(r"^ *-- include: (?:([a-z][a-z0-9_]*)\.)?([a-z][a-z0-9_]*)$", re.MULTILINE)
 _NOT_CODE = re.compile(r"'(?:[^']|'')*'|--[^\n]*")
 _PARAMETER = re.compile(r"(?<![:\w]):([a-z][a-z0-9_]*)")
 
@@ -47,7 +47,8 @@ class Statement:
 class Statements:
     """The statements of one .sql file, each an attribute of its name.
 
-    A fragment is a piece of SQL that statements of the file include; it is not a statement itself.
+    A fragment is a piece of SQL that statements and other fragments include; it is not a statement itself. A file may
+    include the fragments of its neighbours: `-- include: claim.leased` is the fragment `leased` of `claim.sql`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,19 +62,25 @@ class Statements:
                 raise ValueError(f"{path.name} has {head[2]} twice; give each statement and fragment its own name")
             texts[head[1]][head[2]] = text[head.end() : end].strip()
         self.fragments = MappingProxyType(texts["fragment"])
-        self.included = frozenset(found for each in texts["name"].values() for found in _INCLUDE.findall(each))
-        for name, fragment in self.fragments.items():
-            if found := _INCLUDE.search(fragment):
-                raise ValueError(f"{path.name}: the fragment {name} includes {found[1]}; only statements may include")
         self._by_name = MappingProxyType(
-            {name: Statement(name, _INCLUDE.sub(self._fragment, each)) for name, each in texts["name"].items()}
+            {name: Statement(name, self._whole(each, (name,))) for name, each in texts["name"].items()}
         )
 
-    def _fragment(self, found: re.Match[str]) -> str:
-        try:
-            return self.fragments[found[1]]
-        except KeyError:
-            raise ValueError(f"{self.path.name} has no fragment {found[1]} to include") from None
+    def _whole(self, text: str, within: tuple[str, ...]) -> str:
+        """A text with its includes replaced; `within` are the names of the texts that include it."""
+
+        def fragment(found: re.Match[str]) -> str:
+            file, name = found[1], found[2]
+            owner = self if file is None else Statements(self.path.with_name(f"{file}.sql"))
+            if name in within:
+                raise ValueError(f"{self.path.name}: the fragment {name} includes itself")
+            try:
+                text = owner.fragments[name]
+            except KeyError:
+                raise ValueError(f"{owner.path.name} has no fragment {name} to include") from None
+            return owner._whole(text, (*within, name))
+
+        return _INCLUDE.sub(fragment, text)
 
     def __getattr__(self, name: str) -> Statement:
         try:

@@ -43,10 +43,12 @@ from flowfabric.engine.lease.delay import Delays
 from flowfabric.engine.lease.expire import LeaseExpiry, Timeouts
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.lease.grant import Grants, delete_grants
+from flowfabric.engine.lease.limited import LimitedClaims
 from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
+from flowfabric.engine.limit.admission import Admission
 from flowfabric.engine.operation import Services
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
@@ -105,9 +107,11 @@ class Parts:
         self.delays = services.add(Delays(store, lease_ends, Quarantine(settings.delayed_promoter_interval_ms / 1000)))
         self.timeouts = services.add(Timeouts(store, lease_ends, Quarantine(settings.attempt_timeout_interval_s)))
         self.catch_up = services.add(CatchUp(self.lease_expiry, self.delays))
-        claims = services.add(Claim(store, self.catch_up, finish))
+        admission = Admission()
+        limited_claims = LimitedClaims(store, admission, self.catch_up, finish)
+        claims = services.add(Claim(store, self.catch_up, finish, limited_claims))
         grants = services.add(Grants(store, keys, self.catch_up, finish))
-        named_claims = services.add(NamedClaims(store, keys))
+        named_claims = services.add(NamedClaims(store, keys, admission))
         services.add(Reclaim(store, grants, named_claims, lease_ends))
         services.add(Revoke(store, lease_ends))
 

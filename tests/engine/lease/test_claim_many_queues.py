@@ -15,7 +15,7 @@ from fixtures import Engines, uuid_of
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.lease.claim import Wanted
+from flowfabric.engine.lease.scans import Wanted
 from flowfabric.engine.parts import parts_of
 
 

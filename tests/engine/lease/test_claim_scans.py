@@ -16,7 +16,7 @@ from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.lease.claim import Scans
+from flowfabric.engine.lease.scans import Scans
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 

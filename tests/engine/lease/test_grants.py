@@ -27,7 +27,7 @@ from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.engine.lease import grant as grant_family
-from flowfabric.engine.lease.claim import Wanted
+from flowfabric.engine.lease.scans import Wanted
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import ClaimGrant, Granted, NoWork
 from flowfabric.model.ids import mint_uuid_texts

@@ -167,3 +167,5 @@ alter table lane
 alter table execution
   add column slot_keys    integer[],
   add column quota_weight bigint;
+-- For reading by budget without its partition, as admission does.
+create index budget_limit_of_budget on budget_limit (budget_id);

@@ -27,10 +27,16 @@ class Candidate(NamedTuple):
     partition_key: int
     execution_id: UUID
     queue_no: int
-    weight: int
+    quota_key_nos: Sequence[int]
+    """The keys of the quotas that limit it."""
+    budget_detail: str | None
+    """Which budget is exhausted, if one is."""
+    weight: int = 1
     """How many tokens of a rate it takes."""
-    slot_keys: Sequence[int] | None
+    slot_keys: Sequence[int] = ()
     """The quota keys of which it holds a slot already, by a grant."""
+    is_markable: bool = False
+    """Whether it is stored as claimable, so that a denial marks it as blocked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +53,7 @@ class Denied:
     reason: BlockingReason
     detail: str
     retry_after_ms: int | None = None
+    """When it may be tried again, if no other execution gives something back before."""
 
 
 class Admissions(Protocol):
@@ -55,10 +62,10 @@ class Admissions(Protocol):
     async def admit(self, transaction: Transaction, candidates: Sequence[Candidate]) -> Sequence[Admitted | Denied]:
         """Admit locked executions in the order given, as far as their limits allow, and book what they take.
 
-        Locks what it changes until the transaction ends. A queue without limits admits everything.
+        The first that is denied of each queue is marked as blocked. Locks what it changes until the transaction ends.
         """
         ...
 
-    async def take_slots(self, transaction: Transaction, candidate: Candidate) -> Sequence[int]:
-        """Take the slots of an execution without a test; return the quota keys of which it then holds a slot."""
+    async def take_slots(self, transaction: Transaction, partition_key: int, execution_id: UUID) -> Sequence[int]:
+        """Take the slots of a locked execution without a test; return the quota keys of which it then holds one."""
         ...

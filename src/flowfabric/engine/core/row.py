@@ -281,6 +281,8 @@ class LockedWithGrant(LockedExecution, frozen=True, kw_only=True):
     lane_id: str
     lane_state: str
     required: list[str]
+    has_limits: bool
+    """Whether its queue has quotas."""
     policy: str | None
     grant_kind: str | None
     grant_worker_id: str | None

@@ -5,7 +5,8 @@ scan from the head of the index would step over all of them.
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TypeAlias
@@ -13,6 +14,7 @@ from typing import TypeAlias
 BAND_BITS = 48
 """A place is the priority band shifted left by these bits, plus a sequence number."""
 _END = 2**63 - 1
+_ANY_ROUTE = 0
 
 Appeared: TypeAlias = dict[tuple[int, int], int]
 """The lowest place at which an entry has appeared, by route or queue and by priority band."""
@@ -136,6 +138,7 @@ class Watermarks:
         self._clock = clock
         self._by_route: dict[Hashable, ScanWatermarks] = {}
         self._by_queue: dict[Hashable, ScanWatermarks] = {}
+        self._appearances: Counter[int] = Counter()
 
     def of_routes(self, claim: Hashable) -> ScanWatermarks:
         """The watermarks of one kind of claim that scans routes."""
@@ -147,13 +150,19 @@ class Watermarks:
 
     def lower(self, route_no: int, queue_no: int, place: int) -> None:
         """Record that an entry of a queue has appeared at this place, possibly below a watermark."""
+        self._appearances[route_no] += 1
         for watermarks in self._by_route.values():
             watermarks.lower(route_no, place)
         for watermarks in self._by_queue.values():
             watermarks.lower(queue_no, place)
 
+    def appearances(self, route_nos: Iterable[int]) -> int:
+        """How often entries of these routes have appeared; it changes whenever another one does."""
+        return self._appearances[_ANY_ROUTE] + sum(self._appearances[route_no] for route_no in route_nos)
+
     def clear(self) -> None:
         """Scan everything until something is claimed."""
+        self._appearances[_ANY_ROUTE] += 1
         for watermarks in (*self._by_route.values(), *self._by_queue.values()):
             watermarks.clear()
 

@@ -2,38 +2,31 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 from uuid import UUID
 
-import msgspec
-
-from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
-from flowfabric.engine.core.watermark import BAND_BITS, Appeared, ScanWatermarks
-from flowfabric.engine.execution.checking import MAX_PRIORITY
+from flowfabric.engine.core.watermark import Appeared
 from flowfabric.engine.lease.catch_up import CatchUp
+from flowfabric.engine.lease.claimed import LEAST_AHEAD_MS, Queues, claimed_of
 from flowfabric.engine.lease.finish import Finish
+from flowfabric.engine.lease.limited import Lessee, LimitedClaims
+from flowfabric.engine.lease.scans import RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.event import EventFamily
 from flowfabric.model.handle import MAX_LEASE_TTL_MS, Handle
 from flowfabric.model.ids import (
-    ID_FORMAT,
     ExecutionId,
-    LaneId,
     WorkerInstanceId,
     check_lane_id,
     check_worker_id,
     format_execution_id,
     mint_uuid_texts,
 )
-from flowfabric.model.kind import check_kinds
 from flowfabric.model.lease import ClaimedExecution
-from flowfabric.model.policy import DEFAULT_RECLAIM_CAP, POLICY_RECLAIM_CAP, check_capabilities, read_stored_policy
-from flowfabric.model.states import AttemptType, HandleKind
-from flowfabric.model.text import check_items, check_range, check_short
+from flowfabric.model.text import check_items, check_range
 
 SQL = statements_beside(__file__)
 
@@ -44,114 +37,20 @@ DEFAULT_LEASE_TTL_MS = 30_000
 MAX_AT_ONCE = 2
 CATCH_UP_SECONDS = 1.0
 """How often claims on a busy lane expire leases and promote delays when no reconciler runs."""
-LEAST_AHEAD_MS = 5_000
-"""An attempt with a shorter timeout is not claimed before a slot is free, because its time runs from the claim."""
 POLL_SECONDS = 1.0
 """The longest a waiting claim goes without searching the queues when no hint arrives."""
 
-RECLAIM_LIMITS = {"reclaim_limit": DEFAULT_RECLAIM_CAP, "policy_reclaim_limit": POLICY_RECLAIM_CAP}
-"""How often a lease may be lost: without a policy, and with a policy that sets no limit."""
-
-_KINDS = {
-    "fresh": HandleKind.FRESH,
-    "resumed": HandleKind.RESUMED,
-    "parked": HandleKind.RESUMED,
-    "reclaimed": HandleKind.RECLAIMED,
-}
-_TYPES = {str(attempt_type): attempt_type for attempt_type in AttemptType}
-_read_tags = msgspec.json.Decoder(dict[str, str]).decode
-_NO_TAGS: dict[str, str] = {}
 _ROUTE_NO, _QUEUE_NO, _PLACE = 3, 4, 5
-
-
-class Wanted(NamedTuple):
-    """What a claim may take; None means any kind or any namespace."""
-
-    lanes: tuple[str, ...]
-    capabilities: tuple[str, ...]
-    kinds: tuple[str, ...] | None
-    namespace: str | None
-
-    @classmethod
-    def of(
-        cls, lanes: Sequence[str], capabilities: Sequence[str], kinds: Sequence[str] | None, namespace: str | None
-    ) -> "Wanted":
-        """Check the arguments of a claim."""
-        return cls(
-            tuple(lanes),
-            check_capabilities(capabilities),
-            None if kinds is None else check_kinds(kinds),
-            None if namespace is None else check_short(namespace, "namespace"),
-        )
-
-
-class Scan(NamedTuple):
-    """How a claim searches: by route, or by queue when it wants few of many queues."""
-
-    is_by_queue: bool
-    watermarks: ScanWatermarks
-    parameters: dict[str, object]
-
-    @property
-    def where(self) -> dict[str, object]:
-        """The parameters of the next statement: what to claim and which spans of places to read."""
-        sources, firsts, lasts = self.watermarks.spans()
-        return {**self.parameters, "span_sources": sources, "span_firsts": firsts, "span_lasts": lasts, "scanned_to": 0}
-
-
-class Scans:
-    """Chooses how a claim searches.
-
-    A route lists everything a worker may run, in order, so a claim reads only what it takes. A claim for certain kinds
-    would read past all others there; when it wants few of the queues, it reads those queues instead.
-    """
-
-    MAX_QUEUES = 8
-    """The number of queues that one statement can merge."""
-    COVERAGE_SECONDS = 30.0
-    """How long the number of wanted queues is cached; an old number costs time, never correctness."""
-    MAX_CACHED = 1024
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._coverage: dict[Wanted, tuple[bool, float]] = {}
-
-    async def of(self, wanted: Wanted) -> Scan:
-        """Return the scan for a claim."""
-        store, watermarks = self._store, self._store.wakeups.watermarks
-        is_filtered = wanted.kinds is not None or wanted.namespace is not None
-        parameters: dict[str, object] = {
-            "lanes": wanted.lanes,
-            "capabilities": wanted.capabilities,
-            "kind_nos": None if wanted.kinds is None else await store.kind_nos(wanted.kinds),
-            "namespace_no": None if wanted.namespace is None else await store.namespace_no(wanted.namespace),
-        }
-        is_by_queue = is_filtered and await self._wants_few(wanted, parameters)
-        return Scan(
-            is_by_queue,
-            watermarks.of_queues(wanted) if is_by_queue else watermarks.of_routes(wanted),
-            {**parameters, "is_filtered": is_filtered},
-        )
-
-    async def _wants_few(self, wanted: Wanted, parameters: Mapping[str, object]) -> bool:
-        now = time.monotonic()
-        known = self._coverage.get(wanted)
-        if known is None or known[1] < now:
-            (row,) = await self._store.fetch(SQL.read_coverage, **parameters)
-            if len(self._coverage) >= self.MAX_CACHED:
-                self._coverage.clear()
-            wants_few = row["wanted"] < row["queues"] and row["wanted"] <= self.MAX_QUEUES
-            known = self._coverage[wanted] = wants_few, now + self.COVERAGE_SECONDS
-        return known[0]
 
 
 class Claim:
     """The operations that claim by lane."""
 
-    def __init__(self, store: Store, catch_up: CatchUp, finish: Finish) -> None:
+    def __init__(self, store: Store, catch_up: CatchUp, finish: Finish, limited: LimitedClaims) -> None:
         self._store = store
         self._catch_up = catch_up
         self._finish = finish
+        self._limited = limited
         self._scans = Scans(store)
         self._queues = Queues()
         # Concurrent claims compete for the head of a queue. Two at once raise throughput, more do not.
@@ -287,9 +186,15 @@ class Claim:
     ) -> list[ClaimedExecution]:
         """Scan from the watermarks; if that finds nothing, scan everything, then process due work and retry."""
         await self._catch_up.run(wanted.lanes, min_interval_seconds=CATCH_UP_SECONDS)
-        scan = await self._scans.of(wanted)
-        with scan.watermarks.scanning() as appeared:
-            claimed = await self._claim_from(scan, appeared, wanted, worker_no, instance, lease_ttl_ms, limit, slots)
+        if await self._limited.are_needed(wanted):
+            lessee = Lessee(worker_no, instance, lease_ttl_ms, limit, limit if slots is None else slots)
+            claimed = await self._limited.claim(wanted, lessee)
+        else:
+            scan = await self._scans.of(wanted)
+            with scan.watermarks.scanning() as appeared:
+                claimed = await self._claim_from(
+                    scan, appeared, wanted, worker_no, instance, lease_ttl_ms, limit, slots
+                )
         if claimed:
             self._store.wakeups.events(EventFamily.LEASE)
         return claimed
@@ -380,90 +285,3 @@ class Claim:
             elif not await self._catch_up.run(wanted.lanes, min_interval_seconds=0):
                 break
         return claimed
-
-
-class Queues:
-    """A cache of the lane and kind of each queue this process claimed from; neither ever changes."""
-
-    MAX_KNOWN = 256
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[LaneId, str]] = {}
-
-    @property
-    def known(self) -> list[int]:
-        """The numbers of the cached queues."""
-        return list(self._known)
-
-    def of(self, queue_no: int, lane_id: str | None, execution_kind: str | None) -> tuple[LaneId, str]:
-        """Return the lane and kind of a queue; None for either means the queue is cached."""
-        if lane_id is None or execution_kind is None:
-            return self._known[queue_no]
-        found = LaneId(lane_id), execution_kind
-        if len(self._known) < self.MAX_KNOWN:
-            self._known[queue_no] = found
-        return found
-
-
-def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int, queues: Queues) -> ClaimedExecution:
-    """Build what a worker gets from the row of a claim statement."""
-    (
-        branch,
-        partition,
-        uuid,
-        _route_no,
-        queue_no,
-        place,
-        lane_id,
-        retry_count,
-        lease_id,
-        lease_epoch,
-        attempt_id,
-        attempt_type,
-        attempt_index,
-        now,
-        execution_kind,
-        input_payload,
-        payload_encoding,
-        policy,
-        tags,
-        attempt_timeout_ms,
-        execution_deadline_at,
-    ) = row
-    # Inlined: hot path.
-    lane_id, execution_kind = queues.of(queue_no, lane_id, execution_kind)
-    if attempt_id is None:
-        # The lease that begins an attempt gives the attempt its id.
-        attempt_id = lease_id
-    execution_id = ExecutionId(ID_FORMAT % (partition, uuid))
-    return ClaimedExecution(
-        execution_id=execution_id,
-        lease_id=lease_id,
-        lease_epoch=lease_epoch,
-        attempt_index=attempt_index,
-        attempt_id=attempt_id,
-        attempt_type=_TYPES[attempt_type],
-        lease_expires_at=now + lease_ttl_ms,
-        handle=Handle(
-            kind=_KINDS[branch],
-            execution_id=execution_id,
-            attempt_index=attempt_index,
-            attempt_id=attempt_id,
-            lease_id=lease_id,
-            lease_epoch=lease_epoch,
-            lease_ttl_ms=lease_ttl_ms,
-            lane_id=lane_id,
-            worker_instance_id=instance,
-        ),
-        lane_id=lane_id,
-        execution_kind=execution_kind,
-        input_payload=input_payload,
-        payload_encoding=payload_encoding,
-        tags=_read_tags(tags) if tags else _NO_TAGS,
-        policy=read_stored_policy(policy),
-        has_waited=branch == "resumed",
-        retry_count=retry_count,
-        priority=MAX_PRIORITY - (place >> BAND_BITS),
-        attempt_timeout_ms=attempt_timeout_ms,
-        execution_deadline_at=execution_deadline_at,
-    )

@@ -84,6 +84,15 @@ scan as not materialized (
          ) spans order by place) r
 )
 
+-- fragment: branch
+-- How a claimable execution is leased: for the first time or again, resumed, reclaimed, or not at all.
+case
+  when e.ownership_state = 'unowned' then case e.attempt_state when 'attempt_interrupted' then 'resumed' else 'fresh' end
+  when e.reclaim_count >= case when e.policy is null then :reclaim_limit::int
+                               else coalesce((e.policy ->> 'max_reclaim_count')::int, :policy_reclaim_limit::int) end
+    then 'reclaim_limit'
+  else 'reclaimed' end as branch
+
 -- fragment: picked
 -- Locks the best claimable executions of a scan; returns for each how it is leased (branch) and how long its attempt may run. The
 -- entry is locked before the execution: if another claim has removed the entry since the statement began, it is skipped without
@@ -94,19 +103,15 @@ picked as materialized (
    cross join lateral (select from ready l where l.ctid = r.tid for update skip locked) l
    cross join lateral (
          select e.ctid as tid, e.partition_key, e.execution_id, e.queue_no, e.place, e.lease_epoch,
-                case
-                  when e.ownership_state = 'unowned' then
-                    case e.attempt_state when 'attempt_interrupted' then 'resumed' else 'fresh' end
-                  when e.reclaim_count >= case when e.policy is null then :reclaim_limit::int
-                                               else coalesce((e.policy ->> 'max_reclaim_count')::int, :policy_reclaim_limit::int) end
-                    then 'reclaim_limit'
-                  else 'reclaimed' end as branch,
+                -- include: branch
+                ,
                 case when e.attempt_state = 'attempt_interrupted' and e.ownership_state = 'unowned' then 'claim_resumed' end as reason,
                 case when e.attempt_state = 'attempt_interrupted' and e.ownership_state = 'unowned'
                   then e.remaining_attempt_timeout_ms
                   else nullif((e.policy #>> '{timeout_policy,attempt_timeout_ms}')::bigint, 0) end as timeout_ms,
                 e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted, e.attached & 4 <> 0 as had_stream,
-                null::uuid as given_attempt_id, null::jsonb as given_policy, null::bigint as given_deadline_at
+                null::uuid as given_attempt_id, null::jsonb as given_policy, null::bigint as given_deadline_at,
+                null::int[] as given_slot_keys, false as was_blocked
            from execution e
           where e.partition_key = r.partition_key and e.execution_id = r.execution_id
             and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
@@ -156,7 +161,8 @@ leased as (
            else 'initial' end::attempt_type,
          attempt_count = e.attempt_count + (p.branch <> 'resumed')::int,
          reclaim_count = e.reclaim_count + (p.branch = 'reclaimed')::int,
-         attached = e.attached & case p.branch when 'resumed' then ~1 else ~5 end,
+         attached = (e.attached & case p.branch when 'resumed' then ~1 else ~5 end) | case when p.given_slot_keys is null then 0 else 8 end,
+         slot_keys = p.given_slot_keys,
          last_transition_at = (select now from clock), last_mutation_at = null,
          started_at = case when e.attempt_count > 0 then coalesce(e.started_at, e.claimed_at) end,
          granted_until = null, delay_until = null, remaining_attempt_timeout_ms = null, blocking_detail = null,
@@ -167,8 +173,8 @@ leased as (
    where e.ctid = p.tid and p.branch <> 'reclaim_limit'
      -- The attempt's time runs from the claim: an attempt with a short timeout is not leased before a slot is free.
      and (p.nth <= :slots::int or p.timeout_ms is null or p.timeout_ms >= :least_ahead_ms::bigint)
-  returning p.nth, p.tid, p.ready_tid, p.route_no, p.branch, p.reason, p.timeout_ms, p.had_timeout, p.was_granted, p.had_stream, p.given_policy,
-            p.given_deadline_at, e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.retry_count, e.lease_id,
+  returning p.nth, p.tid, p.ready_tid, p.route_no, p.branch, p.reason, p.timeout_ms, p.had_timeout, p.was_granted, p.had_stream, p.was_blocked,
+            p.given_policy, p.given_deadline_at, e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.retry_count, e.lease_id,
             e.lease_epoch, e.attempt_id, e.attempt_type, e.attempt_count, e.deadline_at, e.flow_id, e.instance_tag,
             e.input_payload, e.payload_encoding, e.policy, e.suspension_id,
             case when e.has_tags then (
@@ -226,7 +232,7 @@ closed_streams as (
 ),
 deleted_listings as (
   delete from listed i using leased l
-   where l.branch <> 'fresh' and i.partition_key = any(array[l.partition_key]) and i.execution_id = l.execution_id
+   where (l.branch <> 'fresh' or l.was_blocked) and i.partition_key = any(array[l.partition_key]) and i.execution_id = l.execution_id
 ),
 -- The kind is compared as text: with a plain equality, a plan made while the table is small would scan all of timer_due.
 deleted_timers as (
@@ -325,7 +331,7 @@ picked as materialized (
          :timeout_ms::bigint as timeout_ms,
          e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted, e.attached & 4 <> 0 as had_stream,
          nullif(:attempt_id::uuid, (:lease_ids::uuid[])[1]) as given_attempt_id, :attempt_policy::text::jsonb as given_policy,
-         :deadline_at::bigint as given_deadline_at
+         :deadline_at::bigint as given_deadline_at, :slot_keys::int[] as given_slot_keys, false as was_blocked
     from execution e
    cross join lateral (select q.route_no from queue q where q.queue_no = e.queue_no limit 1) q
    cross join lateral (
@@ -358,13 +364,3 @@ with clock as materialized (select ff_now() as now),
 -- include: picked
 -- include: best
 ;
-
--- name: read_coverage
--- How many queues a worker may serve (queues), and how many of them match the kinds and the namespace of its claim (wanted).
-select count(*) filter (where (:kind_nos::int[] is null or q.kind_no in (select unnest(:kind_nos)))
-                          and (:namespace_no::int is null or q.namespace_no = :namespace_no)) as wanted, count(*) as queues
-  from lane l
-  join route r using (lane_no)
-  join capability_set c using (capability_set_no)
-  join queue q on q.lane_no = l.lane_no and q.route_no = r.route_no
- where l.lane_id = any(:lanes::text[]) and c.required <@ :capabilities::text[];

@@ -1,16 +1,18 @@
 """Claims of one execution by its id: lock the row, check it, lease it."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 from uuid import UUID
 
 from flowfabric.db.database import Transaction
+from flowfabric.engine.core.admission import Admissions
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.row import LockedWithGrant, check_named, lock_with_grant
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
-from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS, SQL, Queues, claimed_of
+from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS, SQL
+from flowfabric.engine.lease.claimed import Queues, claimed_of
 from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
 from flowfabric.engine.lease.grant import check_json
 from flowfabric.engine.store import Store
@@ -102,9 +104,10 @@ class Lease:
 class NamedClaims:
     """The claims that name their execution."""
 
-    def __init__(self, store: Store, keys: Keys) -> None:
+    def __init__(self, store: Store, keys: Keys, admissions: Admissions) -> None:
         self._store = store
         self._keys = keys
+        self._admissions = admissions
 
     async def claim_execution(
         self,
@@ -250,6 +253,10 @@ class NamedClaims:
             timeout_ms = lease.timeout_ms or None
         else:
             timeout_ms = locked.remaining_attempt_timeout_ms if branch == "resumed" else locked.attempt_timeout_ms
+        slot_keys: Sequence[int] = ()
+        if locked.has_limits:
+            key = locked.partition_key, locked.execution_id
+            slot_keys = await self._admissions.take_slots(transaction, *key)
         (row,) = await transaction.fetch(
             SQL.lease_locked,
             partition_key=locked.partition_key,
@@ -263,6 +270,7 @@ class NamedClaims:
             timeout_ms=timeout_ms,
             deadline_at=lease.deadline_at,
             reason=reason,
+            slot_keys=slot_keys or None,
             known_queues=(),
             slots=1,
             least_ahead_ms=0,

@@ -11,9 +11,10 @@ from flowfabric.engine.core.consequence import EndedLease
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.row import LockedWithGrant, check_named, execution_keys, lock_with_grant, read_with_grant
 from flowfabric.engine.lease.catch_up import CatchUp
-from flowfabric.engine.lease.claim import CATCH_UP_SECONDS, RECLAIM_LIMITS, Scan, Scans, Wanted
+from flowfabric.engine.lease.claim import CATCH_UP_SECONDS
 from flowfabric.engine.lease.claim import SQL as CLAIM_SQL
 from flowfabric.engine.lease.finish import Finish
+from flowfabric.engine.lease.scans import RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.grant import (

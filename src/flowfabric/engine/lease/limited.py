@@ -1,0 +1,302 @@
+"""Claims on lanes with limits: pick candidates, admit those within their limits, lease them, in one transaction."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from uuid import UUID
+
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import array_text, statements_beside
+from flowfabric.engine.core.admission import LIMITED, Admissions, Admitted, Candidate, Denied, is_reserved
+from flowfabric.engine.core.transition import CLAIM_PARAMETERS
+from flowfabric.engine.core.watermark import BAND_BITS, Appeared, ScanWatermarks
+from flowfabric.engine.lease.catch_up import CatchUp
+from flowfabric.engine.lease.claimed import LEAST_AHEAD_MS, Queues, claimed_of
+from flowfabric.engine.lease.finish import Finish
+from flowfabric.engine.lease.scans import RECLAIM_LIMITS, Scan, Scans, Wanted
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError
+from flowfabric.model.ids import ExecutionId, WorkerInstanceId, format_execution_id, mint_uuid_texts
+from flowfabric.model.lease import ClaimedExecution
+
+SQL = statements_beside(__file__)
+
+REACH = 4
+"""How many entries one statement reads at most, as a multiple of those that it may lease."""
+LEAST_REACH = 200
+LIFE_SECONDS = 1.0
+"""How long the routes with limits are cached, and how long a lane without limited work is left to other claims."""
+
+
+class Reserved(NamedTuple):
+    """The routes of some lanes that only claims with admission serve, and the capabilities that these add."""
+
+    route_nos: frozenset[int]
+    capabilities: tuple[str, ...]
+    valid_until: float
+
+
+class Lessee(NamedTuple):
+    """Who gets the leases of a claim, and how many."""
+
+    worker_no: int
+    instance: WorkerInstanceId
+    lease_ttl_ms: int
+    limit: int
+    slots: int
+    """How many executions can start at once."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Round:
+    """What one transaction of a claim has found and leased."""
+
+    leased: list[Record] = field(default_factory=list)
+    at_reclaim_limit: list[tuple[ExecutionId, int]] = field(default_factory=list)
+    refused: list[UUID] = field(default_factory=list)
+    """The executions at their reclaim limit."""
+    full_queues: set[int] = field(default_factory=set)
+    """The queues that have no room."""
+    kept: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The first place that stays unclaimed, for each route and priority band."""
+    has_limited: bool = False
+    """Whether it has seen entries of routes with limits."""
+    is_full: bool = False
+    """Whether it has locked as many candidates as it may."""
+    is_at_reach: bool = False
+    """Whether it has read as many entries as it may."""
+    retry_after_ms: int | None = None
+    scan_us: int | None = None
+    cut_at: int | None = None
+
+    def keep(self, route_no: int, place: int) -> None:
+        """Note an entry that stays unclaimed."""
+        band = route_no, place >> BAND_BITS
+        self.kept[band] = min(place, self.kept.get(band, place))
+
+
+class LimitedClaims:
+    """Claims what lanes with limits have: within the limits, and in the same order as work without limits."""
+
+    def __init__(self, store: Store, admissions: Admissions, catch_up: CatchUp, finish: Finish) -> None:
+        self._store = store
+        self._admissions = admissions
+        self._catch_up = catch_up
+        self._finish = finish
+        self._scans = Scans(store)
+        self._queues = Queues()
+        self._reserved: dict[tuple[str, ...], Reserved] = {}
+        self._quiet: dict[Wanted, tuple[int, float]] = {}
+
+    async def are_needed(self, wanted: Wanted) -> bool:
+        """Whether the lanes may have claimable work with limits; without it, a claim needs no admission."""
+        reserved = await self._reserved_of(wanted.lanes)
+        if not reserved.route_nos:
+            return False
+        quiet = self._quiet.get(wanted)
+        appearances = self._store.wakeups.watermarks.appearances(reserved.route_nos)
+        return quiet is None or quiet[0] != appearances or time.monotonic() >= quiet[1]
+
+    async def claim(self, wanted: Wanted, lessee: Lessee) -> list[ClaimedExecution]:
+        """Lease the best executions that are within their limits."""
+        reserved = await self._reserved_of(wanted.lanes)
+        appearances = self._store.wakeups.watermarks.appearances(reserved.route_nos)
+        serving = wanted._replace(capabilities=(*wanted.capabilities, *reserved.capabilities))
+        scan = await self._scans.of(serving, by_route=True)
+        with scan.watermarks.scanning() as appeared:
+            claimed, has_limited = await self._claim_from(scan, appeared, reserved, wanted, lessee)
+        if not has_limited:
+            self._quiet[wanted] = appearances, time.monotonic() + LIFE_SECONDS
+        else:
+            self._quiet.pop(wanted, None)
+        return claimed
+
+    async def _claim_from(
+        self, scan: Scan, appeared: Appeared, reserved: Reserved, wanted: Wanted, lessee: Lessee
+    ) -> tuple[list[ClaimedExecution], bool]:
+        claimed: list[ClaimedExecution] = []
+        refused: list[UUID] = []
+        full: set[int] = set()
+        has_limited = False
+        scanned_to = 0
+        where: Mapping[str, object] = {}
+        while len(claimed) < lessee.limit:
+            where = {**where, "scanned_to": scanned_to} if scanned_to else scan.where
+            left = lessee._replace(limit=lessee.limit - len(claimed), slots=max(0, lessee.slots - len(claimed)))
+            try:
+                found = await self._round({**where, "skipped": refused, "passed_queues": [*full]}, reserved, left)
+            except EngineError:
+                if not claimed:
+                    raise
+                # The caller must get the leases of the earlier rounds.
+                break
+            has_limited = has_limited or found.has_limited
+            self._raise(scan.watermarks, found, appeared)
+            reclaimed: list[ExecutionId] = []
+            for row in found.leased:
+                claimed.append(claimed_of(row, lessee.instance, lessee.lease_ttl_ms, self._queues))
+                if row["branch"] == "reclaimed":
+                    reclaimed.append(claimed[-1].execution_id)
+            if reclaimed:
+                self._store.wakeups.stream(reclaimed)
+                await self._finish.warn_of_reclaims(reclaimed)
+            scanned_to = found.cut_at or 0
+            if found.at_reclaim_limit:
+                refused += found.refused
+                await self._finish.end_at_reclaim_limit(found.at_reclaim_limit)
+            elif found.full_queues - full and (found.is_full or found.is_at_reach):
+                # Their entries have taken the place of others that may be within their limits.
+                full |= found.full_queues
+                scanned_to = 0
+            elif not scanned_to:
+                if claimed:
+                    break
+                if where["span_sources"] and scan.watermarks.may_scan_all:
+                    scan.watermarks.end()
+                elif not await self._catch_up.run(wanted.lanes, min_interval_seconds=0):
+                    break
+        return claimed, has_limited
+
+    async def _round(self, where: Mapping[str, object], reserved: Reserved, lessee: Lessee) -> Round:
+        """Pick, admit and lease in one transaction."""
+
+        reach = max(REACH * lessee.limit, LEAST_REACH)
+
+        async def claim(transaction: Transaction) -> Round:
+            rows = await transaction.fetch(
+                SQL.pick_candidates,
+                **where,
+                reach=reach,
+                limit=lessee.limit,
+                queue_nos=(),
+                first_places=(),
+                last_places=(),
+                shares=(),
+                turns=(),
+                **RECLAIM_LIMITS,
+            )
+            found, picked = _read(rows, reserved, reach)
+            found.is_full = len(picked) == lessee.limit
+            chosen = await self._admitted(transaction, found, picked, lessee)
+            if chosen:
+                found.leased = await self._lease(transaction, chosen, lessee)
+                leased = {row["execution_id"] for row in found.leased}
+                for row, _ in chosen:
+                    if row["execution_id"] not in leased:
+                        found.keep(row["route_no"], row["place"])
+            return found
+
+        return await self._store.transact(claim)
+
+    async def _admitted(
+        self, transaction: Transaction, found: Round, picked: Sequence[Record], lessee: Lessee
+    ) -> list[tuple[Record, Sequence[int]]]:
+        """The candidates to lease, in order, each with the quota keys of which it then holds a slot."""
+        limited: list[Record] = []
+        for nth, row in enumerate(picked):
+            if row["quota_key_nos"] is not None and nth < lessee.slots:
+                limited.append(row)
+        verdicts: dict[UUID, Admitted | Denied] = {}
+        if limited:
+            judged = await self._admissions.admit(transaction, [_candidate(row) for row in limited])
+            verdicts = {row["execution_id"]: verdict for row, verdict in zip(limited, judged, strict=True)}
+        chosen: list[tuple[Record, Sequence[int]]] = []
+        for row in picked:
+            verdict = verdicts.get(row["execution_id"])
+            if row["quota_key_nos"] is None:
+                chosen.append((row, ()))
+            elif isinstance(verdict, Admitted):
+                chosen.append((row, verdict.slot_keys))
+            else:
+                found.keep(row["route_no"], row["place"])
+                if isinstance(verdict, Denied):
+                    found.full_queues.add(row["queue_no"])
+                    if verdict.retry_after_ms is not None:
+                        after = found.retry_after_ms
+                        found.retry_after_ms = min(verdict.retry_after_ms, after if after is not None else 2**62)
+        return chosen
+
+    async def _lease(
+        self, transaction: Transaction, chosen: Sequence[tuple[Record, Sequence[int]]], lessee: Lessee
+    ) -> list[Record]:
+        return await transaction.fetch(
+            SQL.lease_admitted,
+            partition_keys=[row["partition_key"] for row, _ in chosen],
+            execution_ids=[row["execution_id"] for row, _ in chosen],
+            branches=[row["branch"] for row, _ in chosen],
+            slot_keys=[array_text(slot_keys) if slot_keys else None for _, slot_keys in chosen],
+            worker_no=lessee.worker_no,
+            lease_ttl_ms=lessee.lease_ttl_ms,
+            slots=lessee.slots,
+            least_ahead_ms=LEAST_AHEAD_MS,
+            known_queues=self._queues.known,
+            lease_ids=mint_uuid_texts(len(chosen)),
+            **CLAIM_PARAMETERS,
+        )
+
+    @staticmethod
+    def _raise(watermarks: ScanWatermarks, found: Round, appeared: Appeared) -> None:
+        """Raise the watermarks up to the first entry that stays unclaimed."""
+        if found.scan_us is not None:
+            is_cut = found.cut_at is not None or found.is_full or found.is_at_reach
+            furthest = max((row["place"] for row in found.leased), default=0)
+            watermarks.record_full_scan(found.scan_us / 1_000_000, up_to=furthest if is_cut else None)
+        for row in found.leased:
+            route_no, place = row["route_no"], row["place"]
+            kept = found.kept.get((route_no, place >> BAND_BITS))
+            if kept is None or kept > place:
+                watermarks.raise_to(route_no, place, appeared)
+
+    async def _reserved_of(self, lanes: tuple[str, ...]) -> Reserved:
+        known = self._reserved.get(lanes)
+        if known is None or known.valid_until <= time.monotonic():
+            rows = await self._store.fetch(SQL.list_reserved, lanes=lanes, limited=LIMITED)
+            known = self._reserved[lanes] = Reserved(
+                frozenset(row["route_no"] for row in rows),
+                tuple(sorted({each for row in rows for each in row["required"] if is_reserved(each)})),
+                time.monotonic() + LIFE_SECONDS,
+            )
+        return known
+
+
+def _read(rows: list[Record], reserved: Reserved, reach: int) -> tuple[Round, list[Record]]:
+    """What a statement has found: the candidates, and what it says about the others."""
+    # The last row has the number of entries read, the place and the time of the scan in columns of the candidates.
+    read = rows.pop()
+    found = Round(
+        scan_us=read["weight"],
+        cut_at=read["place"] if read["is_markable"] else None,
+        is_at_reach=read["lease_epoch"] >= reach,
+    )
+    picked: list[Record] = []
+    for row in rows:
+        kind, route_no = row[0], row["route_no"]
+        if kind == "full":
+            found.full_queues.add(row["queue_no"])
+            found.has_limited = True
+            continue
+        found.has_limited = found.has_limited or route_no in reserved.route_nos
+        if kind == "kept":
+            found.keep(route_no, row["place"])
+        elif kind == "reclaim_limit":
+            found.keep(route_no, row["place"])
+            found.refused.append(row["execution_id"])
+            execution_id = format_execution_id(row["partition_key"], row["execution_id"])
+            found.at_reclaim_limit.append((execution_id, row["lease_epoch"]))
+        else:
+            picked.append(row)
+    return found, picked
+
+
+def _candidate(row: Record) -> Candidate:
+    return Candidate(
+        partition_key=row["partition_key"],
+        execution_id=row["execution_id"],
+        queue_no=row["queue_no"],
+        quota_key_nos=row["quota_key_nos"],
+        budget_detail=row["budget_detail"],
+        weight=row["weight"],
+        slot_keys=row["slot_keys"] or (),
+        is_markable=row["is_markable"],
+    )

@@ -1,0 +1,143 @@
+-- name: list_reserved
+-- The routes of these lanes that only claims with admission serve, and the capabilities that they require for it.
+select r.route_no, c.required
+  from lane l join route r using (lane_no) join capability_set c using (capability_set_no)
+ where l.lane_id = any(:lanes::text[]) and exists (select from unnest(c.required) as x(capability) where starts_with(x.capability, :limited));
+
+-- name: pick_candidates
+-- Locks the best executions that may be within their limits: of the routes that the capabilities match, of which it reads at most :reach
+-- entries in their order, and of the given spans of queues. Of a queue with limits it locks as many as it has room for, or its first
+-- one if it has none, so that its head is marked as blocked, and executions admitted within the window, which need no second token.
+-- The room is an estimate from rows that are not locked: admission decides.
+-- Returns the candidates; for each source and priority the first entry that is none ('kept'); the queues without room ('full'); and as
+-- the last row ('read') the number of entries read, whether the scan of the routes was cut short, and where, and after a full scan its
+-- time on the server in microseconds.
+with clock as materialized (select ff_now() as now),
+-- include: claim.routes
+,
+-- include: claim.scan
+,
+spanned as not materialized (
+  select s.turn, r.*
+    from unnest(:queue_nos::int[], :first_places::bigint[], :last_places::bigint[], :shares::int[], :turns::int[])
+         as s(queue_no, first_place, last_place, share, turn)
+   cross join lateral (select q.lane_no from queue q where q.queue_no = s.queue_no limit 1) q
+    join lane l on l.lane_no = q.lane_no and l.state in ('active', 'draining')
+   cross join lateral (
+         select * from entry r
+          where r.queue_no = s.queue_no and r.place between s.first_place and s.last_place order by r.place limit s.share) r
+),
+scanned as materialized (
+  select r.* from scan r where not :is_filtered::boolean or r.queue_no in (select queue_no from wanted) limit :reach
+),
+raw as materialized (
+  select r.*, row_number() over (order by r.turn, r.place) as nth
+    from (select 0 as turn, s.* from scanned s union all select * from spanned) r
+),
+seen as materialized (
+  select r.*, row_number() over (partition by r.queue_no order by r.nth) as nth_of_queue
+    from raw r
+   where (r.granted_until is null or r.granted_until <= (select now from clock))
+     and r.queue_no <> all(:passed_queues::int[]) and r.execution_id <> all(:skipped::uuid[])
+),
+limited as materialized (
+  select q.queue_no, q.quota_key_nos, b.detail as budget_detail, least(k.slots, k.tokens, case when b.detail is not null then 0 end) as room,
+         k.slots, k.tokens
+    from (select distinct queue_no from seen) s
+   cross join lateral (
+         select q.queue_no, q.quota_key_nos, q.budget_ids from queue q
+          where q.queue_no = s.queue_no and (q.quota_key_nos <> '{}' or q.budget_ids <> '{}') limit 1) q
+    left join lateral (
+         select 'budget ' || b.budget_id || ': ' || u.dimension || ' ' || u.used || '/' || u.hard_limit as detail
+           from unnest(q.budget_ids) with ordinality b(budget_id, nth)
+          cross join lateral (
+                select l.dimension, l.hard_limit, u.used
+                  from budget_limit l
+                 cross join lateral (
+                       select u.used from budget_usage u
+                        where u.partition_key = l.partition_key and u.budget_id = l.budget_id and u.dimension = l.dimension limit 1) u
+                 where l.budget_id = b.budget_id and l.hard_limit > 0 and u.used >= l.hard_limit
+                offset 0) u
+          order by b.nth, u.dimension limit 1) b on true
+   cross join lateral (
+         select min(p.max_concurrent - k.taken + t.returned) filter (where p.max_concurrent > 0) as slots,
+                min(p.max_requests_per_window - w.tokens) filter (where p.max_requests_per_window > 0) as tokens
+           from unnest(q.quota_key_nos) as n(quota_key_no)
+          cross join lateral (select k.* from quota_key k where k.quota_key_no = n.quota_key_no limit 1) k
+          cross join lateral (
+                select p.* from quota_policy p
+                 where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p
+          cross join lateral (
+                select coalesce(sum(t.returned), 0) as returned from slot_return t where t.quota_key_no = k.quota_key_no offset 0) t
+          cross join lateral (
+                select coalesce(sum(w.tokens), 0) as tokens from unnest(k.window_ats, k.window_tokens) w(at, tokens)
+                 where w.at > (select now from clock) - coalesce(nullif(p.window_seconds, 0), 60) * 1000 offset 0) w) k
+),
+picked as materialized (
+  select s.nth, s.route_no, s.queue_no, s.place, s.quota_key_nos, s.budget_detail, e.*
+    from (select s.*, m.quota_key_nos, m.budget_detail, m.room, m.slots
+            from seen s left join limited m on m.queue_no = s.queue_no
+           where m.room is null or s.nth_of_queue <= greatest(m.room, 1)
+              or (m.budget_detail is null and m.tokens < s.nth_of_queue and coalesce(m.slots >= s.nth_of_queue, true))
+           order by s.nth) s
+   cross join lateral (select from ready l where l.ctid = s.tid for update skip locked) l
+   cross join lateral (
+         select e.partition_key, e.execution_id, e.lease_epoch, coalesce(e.quota_weight, 1) as weight, e.slot_keys,
+                e.eligibility_state = 'eligible_now' as is_markable,
+                -- include: claim.branch
+           from execution e
+          where e.partition_key = s.partition_key and e.execution_id = s.execution_id
+            and (e.eligibility_state in ('eligible_now', 'blocked_by_quota', 'blocked_by_budget')
+                 or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+            and (e.granted_until is null or e.granted_until <= (select now from clock))
+            and (s.room is null or s.nth_of_queue <= s.room
+                 or (s.nth_of_queue = 1 and e.eligibility_state = 'eligible_now')
+                 or (e.attempt_count > 0 and exists (
+                       select from quota_admission g
+                        where g.quota_key_no = any(s.quota_key_nos) and g.execution_id = e.execution_id
+                          and g.guard_until > (select now from clock))))
+            for update skip locked) e
+   limit :limit
+)
+select p.branch, p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place, p.lease_epoch, p.weight, p.slot_keys, p.quota_key_nos,
+       p.budget_detail, p.is_markable
+  from picked p
+union all
+select 'kept', null, null, r.route_no, null, min(r.place), null, null, null, null, null, null
+  from raw r left join picked p on p.execution_id = r.execution_id and p.partition_key = r.partition_key
+ where p.execution_id is null
+ group by r.route_no, r.place >> 48
+union all
+select 'full', null, null, null, m.queue_no, null, null, null, null, null, null, null from limited m where m.room <= 0
+union all
+select 'read', null, null, null, null, c.ninth, c.scanned,
+       case when cardinality(:span_sources) = 0
+         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end, null, null, null,
+       c.ninth is not null and c.scanned < :reach
+  from (select (select max(ninth) from chosen) as ninth, (select count(*) from scanned) as scanned) c;
+
+-- name: lease_admitted
+-- Leases executions that the transaction has locked and admitted, in the order given.
+with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
+picked as materialized (
+  select q.route_no, r.ready_tid, e.tid, i.nth, i.branch, case i.branch when 'resumed' then 'claim_resumed' end as reason,
+         case i.branch when 'resumed' then e.remaining_attempt_timeout_ms
+           else nullif((e.policy #>> '{timeout_policy,attempt_timeout_ms}')::bigint, 0) end as timeout_ms,
+         e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted, e.attached & 4 <> 0 as had_stream,
+         null::uuid as given_attempt_id, null::jsonb as given_policy, null::bigint as given_deadline_at, i.slot_keys::int[] as given_slot_keys,
+         e.eligibility_state in ('blocked_by_quota', 'blocked_by_budget') as was_blocked
+    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :branches::text[], :slot_keys::text[])
+         with ordinality as i(partition_key, execution_id, branch, slot_keys, nth)
+   cross join lateral (
+         select e.ctid as tid, e.queue_no, e.place, e.attempt_timeout_at, e.attached, e.remaining_attempt_timeout_ms, e.policy,
+                e.eligibility_state
+           from execution e
+          where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e
+   cross join lateral (select q.route_no from queue q where q.queue_no = e.queue_no limit 1) q
+   cross join lateral (
+         select r.ctid as ready_tid from ready r
+          where r.route_no = q.route_no and r.queue_no = e.queue_no and r.place = e.place limit 1) r
+),
+-- include: claim.leased
+-- include: claim.answer
+;
