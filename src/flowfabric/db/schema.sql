@@ -246,6 +246,7 @@ create table claim_grant (
   admission_summary text,
   issued_at bigint not null,
   expires_at bigint not null,
+  has_slots boolean not null default false,
   constraint claim_grant_pkey PRIMARY KEY (partition_key, execution_id),
   constraint claim_grant_kind CHECK (kind = ANY (ARRAY['claim'::text, 'reclaim'::text])));
 
@@ -590,13 +591,13 @@ create table queue (
   constraint queue_of_lane UNIQUE (lane_no, kind_no, namespace_no, route_no, admission_key_no));
 
 create table quota_admission (
-  quota_key_no integer not null,
   partition_key smallint not null,
   execution_id uuid not null,
+  quota_key_no integer not null,
   admitted_at bigint not null,
   guard_until bigint not null,
   has_slot boolean not null,
-  constraint quota_admission_pkey PRIMARY KEY (quota_key_no, execution_id));
+  constraint quota_admission_pkey PRIMARY KEY (partition_key, execution_id, quota_key_no));
 
 create table quota_key (
   quota_key_no integer not null generated always as identity,
@@ -606,7 +607,7 @@ create table quota_key (
   taken bigint not null default 0,
   window_ats bigint[] not null default '{}'::bigint[],
   window_tokens bigint[] not null default '{}'::bigint[],
-  constraint quota_key_pkey PRIMARY KEY (quota_key_no),
+  constraint quota_key_pkey PRIMARY KEY (partition_key, quota_key_no),
   constraint quota_key_name UNIQUE (partition_key, quota_policy_id, key))
   with (fillfactor=50);
 
@@ -860,6 +861,8 @@ CREATE INDEX claim_due ON claim USING btree (expires_at);
 
 CREATE INDEX claim_grant_due ON claim_grant USING btree (expires_at);
 
+CREATE INDEX claim_grant_slots_due ON claim_grant USING btree (expires_at) WHERE has_slots;
+
 CREATE INDEX edge_in ON edge USING btree (downstream_id);
 
 CREATE INDEX edge_out ON edge USING btree (upstream_id, edge_no);
@@ -891,6 +894,10 @@ CREATE INDEX listed_state ON listed USING btree (public_state, at);
 CREATE INDEX pending_cancel_group_age ON pending_cancel_group USING btree (enqueued_at);
 
 CREATE INDEX quota_admission_due ON quota_admission USING btree (guard_until);
+
+CREATE INDEX quota_admission_of_key ON quota_admission USING btree (quota_key_no);
+
+CREATE INDEX quota_key_number ON quota_key USING btree (quota_key_no);
 
 CREATE UNIQUE INDEX ready_queue ON ready USING btree (queue_no, place);
 

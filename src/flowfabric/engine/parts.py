@@ -110,7 +110,7 @@ class Parts:
         admission = Admission()
         limited_claims = LimitedClaims(store, admission, self.catch_up, finish)
         claims = services.add(Claim(store, self.catch_up, finish, limited_claims))
-        grants = services.add(Grants(store, keys, self.catch_up, finish))
+        grants = services.add(Grants(store, keys, self.catch_up, finish, limited_claims, admission))
         named_claims = services.add(NamedClaims(store, keys, admission))
         services.add(Reclaim(store, grants, named_claims, lease_ends))
         services.add(Revoke(store, lease_ends))

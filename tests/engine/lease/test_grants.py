@@ -84,6 +84,7 @@ async def test_a_grant_is_signed_and_stored_and_keeps_the_state(
         "execution_id": before["execution_id"],
         "grant_id": hashlib.sha256(key.encode()).digest(),
         "kind": "claim",
+        "has_slots": False,
         "worker_id": "pool",
         "worker_instance_id": "pool-1",
         "worker_capabilities": ["a", "b"],

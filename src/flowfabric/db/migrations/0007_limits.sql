@@ -104,9 +104,10 @@ create table quota_key (
   -- The tokens of the rate taken in the last window, oldest first: when, and how many.
   window_ats      bigint[] not null default '{}',
   window_tokens   bigint[] not null default '{}',
-  constraint quota_key_pkey primary key (quota_key_no),
+  constraint quota_key_pkey primary key (partition_key, quota_key_no),
   constraint quota_key_name unique (partition_key, quota_policy_id, key)
 ) with (fillfactor = 50);
+create index quota_key_number on quota_key (quota_key_no);
 
 -- How many slots were ever given back. A row per shard, so that the ends of leases rarely wait for each other, and never for a claim.
 create table slot_return (
@@ -118,15 +119,16 @@ create table slot_return (
 
 -- The guard of an admitted execution: until then it takes no second token. has_slot: it holds a slot without a grant or a lease.
 create table quota_admission (
-  quota_key_no  integer  not null,
   partition_key smallint not null,
   execution_id  uuid     not null,
+  quota_key_no  integer  not null,
   admitted_at   bigint   not null,
   guard_until   bigint   not null,
   has_slot      boolean  not null,
-  constraint quota_admission_pkey primary key (quota_key_no, execution_id)
+  constraint quota_admission_pkey primary key (partition_key, execution_id, quota_key_no)
 );
 create index quota_admission_due on quota_admission (guard_until);
+create index quota_admission_of_key on quota_admission (quota_key_no);
 
 -- The budgets and quotas of a lane, a namespace, an execution kind or a flow.
 create table limit_attachment (
@@ -169,3 +171,7 @@ alter table execution
   add column quota_weight bigint;
 -- For reading by budget without its partition, as admission does.
 create index budget_limit_of_budget on budget_limit (budget_id);
+
+-- Whether its execution holds slots for it, which return when it expires.
+alter table claim_grant add column has_slots boolean not null default false;
+create index claim_grant_slots_due on claim_grant (expires_at) where has_slots;

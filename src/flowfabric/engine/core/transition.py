@@ -231,6 +231,12 @@ ADMISSION_BLOCKS: Mapping[BlockingReason, EligibilityState] = {
 }
 """The eligibility of a runnable execution that is blocked for each of these reasons."""
 
+UNBLOCKED: Mapping[str, str] = {
+    "to_eligibility": EligibilityState.ELIGIBLE_NOW,
+    "to_blocking": BlockingReason.WAITING_FOR_WORKER,
+}
+"""The dimensions that change when nothing blocks a runnable execution any more."""
+
 HELD_FOR_CANCEL: Mapping[str, str] = {
     "to_eligibility": EligibilityState.BLOCKED_BY_OPERATOR,
     "to_blocking": BlockingReason.PAUSED_BY_FLOW_CANCEL,

@@ -19,6 +19,7 @@ _WORK = "work"
 _ENDED = "ended"
 _LOST = "lost"
 _STREAM = "stream"
+_ROOM = "room"
 
 
 class LostReason(StrEnum):
@@ -78,6 +79,10 @@ OnLost = Callable[[Sequence[LostLease] | None], None]
 """Called with the leases that were lost, or with None if any lease may have been."""
 
 
+OnRoom = Callable[[Iterable[int] | None], None]
+"""Called with the quota keys that have room again, or with None if any may have."""
+
+
 class Watchers:
     """The waiters of this process for changes of named things: streams, or families of events."""
 
@@ -125,6 +130,7 @@ class Wakeups:
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._wakes: dict[str, int] = {}
         self._on_lost: list[OnLost] = []
+        self._on_room: list[OnRoom] = []
         self.on_members_ended: OnMembersEnded | None = None
         self.on_siblings: Callable[[], None] | None = None
         self.streams = Watchers()
@@ -137,6 +143,7 @@ class Wakeups:
         hints.subscribe(_ENDED, self._ended_heard)
         hints.subscribe(_LOST, self._lost_heard)
         hints.subscribe(_STREAM, self._stream_heard)
+        hints.subscribe(_ROOM, self._room_heard)
         for family in EventFamily:
             hints.subscribe(family.value, partial(self._events_heard, family))
 
@@ -159,6 +166,21 @@ class Wakeups:
         """Wake the claims of a lane whose state has changed."""
         self._wake(lane_id)
         self.hints.send(_WORK, lane_id.encode().hex())
+
+    def wake(self, lanes: Iterable[str]) -> None:
+        """Wake the claims of these lanes that wait in this process."""
+        for lane in lanes:
+            self._wake(lane)
+
+    def room(self, quota_key_nos: Sequence[int]) -> None:
+        """Wake the claims that these quota keys have denied something: they have room again."""
+        self._call_on_room(quota_key_nos)
+        for key_no in quota_key_nos[: self.MAX_PLACES]:
+            self.hints.send(_ROOM, str(key_no), can_wait=True)
+
+    def on_room(self, callback: OnRoom) -> None:
+        """Register a callback for quota keys that have room again."""
+        self._on_room.append(callback)
 
     def work_of(self, rows: Iterable[Record]) -> None:
         """Wake the claims that wait for the work of these rows."""
@@ -268,6 +290,13 @@ class Wakeups:
     def _call_on_lost(self, leases: Sequence[LostLease] | None) -> None:
         for callback in tuple(self._on_lost):
             callback(leases)
+
+    def _call_on_room(self, quota_key_nos: Iterable[int] | None) -> None:
+        for callback in self._on_room:
+            callback(quota_key_nos)
+
+    def _room_heard(self, words: list[str]) -> None:
+        self._call_on_room(None if EVERYTHING in words else [int(word) for word in words])
 
     def _lost_heard(self, words: list[str]) -> None:
         if EVERYTHING in words:

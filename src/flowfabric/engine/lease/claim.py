@@ -154,7 +154,8 @@ class Claim:
             seconds = deadline - time.monotonic()
             if claimed or seconds <= 0 or self._refuses_waits:
                 return claimed
-            await wakeups.wait_for_work(wanted.lanes, min(seconds, POLL_SECONDS), since=wakes)
+            seconds = min(seconds, POLL_SECONDS, self._limited.seconds_to_retry(wanted.lanes))
+            await wakeups.wait_for_work(wanted.lanes, seconds, since=wakes)
         return []
 
     def refuse_waits(self) -> None:
@@ -187,8 +188,12 @@ class Claim:
         """Scan from the watermarks; if that finds nothing, scan everything, then process due work and retry."""
         await self._catch_up.run(wanted.lanes, min_interval_seconds=CATCH_UP_SECONDS)
         if await self._limited.are_needed(wanted):
-            lessee = Lessee(worker_no, instance, lease_ttl_ms, limit, limit if slots is None else slots)
-            claimed = await self._limited.claim(wanted, lessee)
+            claimed = await self._limited.claim(
+                wanted,
+                Lessee(worker_no, instance, lease_ttl_ms),
+                limit=limit,
+                slots=limit if slots is None else min(slots, limit),
+            )
         else:
             scan = await self._scans.of(wanted)
             with scan.watermarks.scanning() as appeared:

@@ -7,13 +7,16 @@ from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.admission import Admissions
 from flowfabric.engine.core.consequence import EndedLease
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.row import LockedWithGrant, check_named, execution_keys, lock_with_grant, read_with_grant
+from flowfabric.engine.core.transition import UNBLOCKED
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import CATCH_UP_SECONDS
 from flowfabric.engine.lease.claim import SQL as CLAIM_SQL
 from flowfabric.engine.lease.finish import Finish
+from flowfabric.engine.lease.limited import Chosen, LimitedClaims
 from flowfabric.engine.lease.scans import RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
@@ -81,11 +84,21 @@ class Grantee:
 class Grants:
     """The operations that reserve executions."""
 
-    def __init__(self, store: Store, keys: Keys, catch_up: CatchUp, finish: Finish) -> None:
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        catch_up: CatchUp,
+        finish: Finish,
+        limited: LimitedClaims,
+        admissions: Admissions,
+    ) -> None:
         self._store = store
         self._keys = keys
         self._catch_up = catch_up
         self._finish = finish
+        self._limited = limited
+        self._admissions = admissions
         self._scans = Scans(store)
 
     async def claim_for_worker(
@@ -104,6 +117,8 @@ class Grants:
         lane = check_lane_id(lane_id)
         wanted = Wanted.of((lane,), worker_capabilities, kinds, namespace)
         await self._catch_up.run((lane,), min_interval_seconds=CATCH_UP_SECONDS)
+        if await self._limited.are_needed(wanted):
+            return await self._search_limited(grantee, wanted)
         scan = await self._scans.of(wanted)
         refused: list[UUID] = []
         scanned_to = 0
@@ -125,6 +140,24 @@ class Grants:
                 scan.watermarks.end()
             elif not await self._catch_up.run((lane,), min_interval_seconds=0):
                 return NoWork()
+
+    async def _search_limited(self, grantee: Grantee, wanted: Wanted) -> Granted | NoWork:
+        """Grant the best execution that is within its limits; the grant takes its slots."""
+        granted: Granted | NoWork = NoWork()
+
+        async def grant(transaction: Transaction, chosen: Sequence[Chosen], _: int) -> Sequence[Record]:
+            nonlocal granted
+            ((row, slot_keys),) = chosen
+            locked = await read_with_grant(transaction, row["partition_key"], row["execution_id"])
+            kind = GrantKind.RECLAIM if locked.is_lost else GrantKind.CLAIM
+            granted = await self.issue(transaction, locked, kind, grantee, wanted.capabilities, slot_keys=slot_keys)
+            return [row]
+
+        async def taken(_: Sequence[Record]) -> None:
+            """Nothing follows: the answer is the grant."""
+
+        await self._limited.search(wanted, grant, taken, limit=1, slots=1)
+        return granted
 
     async def _search(
         self, grantee: Grantee, scan: Scan, where: Mapping[str, object], skipped: Sequence[UUID]
@@ -212,8 +245,16 @@ class Grants:
         offered: tuple[str, ...],
         *,
         names_lane: bool = False,
+        slot_keys: Sequence[int] | None = None,
     ) -> Granted:
-        """Sign and store a grant for an execution that the transaction has locked."""
+        """Sign and store a grant for an execution that the transaction has locked.
+
+        It takes the execution's slots without a test, unless admission has taken them already (`slot_keys`).
+        """
+        if slot_keys is None:
+            slot_keys = ()
+            if locked.has_limits:
+                slot_keys = await self._admissions.take_slots(transaction, locked.partition_key, locked.execution_id)
         key = await self._keys.signing(transaction, locked.signing_kid, locked.signing_since)
         expires_at_ms = locked.now + grantee.grant_ttl_ms
         execution_id = locked.id
@@ -238,8 +279,10 @@ class Grants:
             capability_hash=grantee.capability_hash,
             route_snapshot=grantee.route_snapshot,
             admission_summary=grantee.admission_summary,
+            slot_keys=slot_keys or None,
             now=locked.now,
             expires_at=expires_at_ms,
+            **UNBLOCKED,
         )
         partition_key = partition_text(execution_id)
         if names_lane:

@@ -1,8 +1,9 @@
 """Claims on lanes with limits: pick candidates, admit those within their limits, lease them, in one transaction."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 from uuid import UUID
 
@@ -10,6 +11,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import array_text, statements_beside
 from flowfabric.engine.core.admission import LIMITED, Admissions, Admitted, Candidate, Denied, is_reserved
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
+from flowfabric.engine.core.wakeups import Wakeups
 from flowfabric.engine.core.watermark import BAND_BITS, Appeared, ScanWatermarks
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claimed import LEAST_AHEAD_MS, Queues, claimed_of
@@ -22,9 +24,9 @@ from flowfabric.model.lease import ClaimedExecution
 
 SQL = statements_beside(__file__)
 
-REACH = 4
-"""How many entries one statement reads at most, as a multiple of those that it may lease."""
-LEAST_REACH = 200
+REACH = 50
+"""How many more entries than it may lease a statement reads at first, in search of those that are within their limits."""
+MAX_REACH = 4000
 LIFE_SECONDS = 1.0
 """How long the routes with limits are cached, and how long a lane without limited work is left to other claims."""
 
@@ -38,21 +40,24 @@ class Reserved(NamedTuple):
 
 
 class Lessee(NamedTuple):
-    """Who gets the leases of a claim, and how many."""
+    """Who gets the leases of a claim."""
 
     worker_no: int
     instance: WorkerInstanceId
     lease_ttl_ms: int
-    limit: int
-    slots: int
-    """How many executions can start at once."""
+
+
+Chosen = tuple[Record, Sequence[int]]
+"""A locked execution that was admitted, and the quota keys of which it then holds a slot."""
+Take = Callable[[Transaction, Sequence[Chosen], int], Awaitable[Sequence[Record]]]
+"""Lease or grant admitted executions, of which so many can start at once; return the rows of those taken."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Round:
-    """What one transaction of a claim has found and leased."""
+    """What one transaction of a claim has found and taken."""
 
-    leased: list[Record] = field(default_factory=list)
+    taken: Sequence[Record] = ()
     at_reclaim_limit: list[tuple[ExecutionId, int]] = field(default_factory=list)
     refused: list[UUID] = field(default_factory=list)
     """The executions at their reclaim limit."""
@@ -66,14 +71,53 @@ class Round:
     """Whether it has locked as many candidates as it may."""
     is_at_reach: bool = False
     """Whether it has read as many entries as it may."""
+    full_keys: set[int] = field(default_factory=set)
+    """The quota keys that limit these queues."""
     retry_after_ms: int | None = None
+    """When one of them may have room, unless another execution makes room before."""
     scan_us: int | None = None
     cut_at: int | None = None
+
+    def fill(self, queue_no: int, quota_key_nos: Sequence[int], retry_after_ms: int | None) -> None:
+        """Note a queue without room."""
+        self.full_queues.add(queue_no)
+        self.full_keys.update(quota_key_nos)
+        if retry_after_ms is not None and (self.retry_after_ms is None or retry_after_ms < self.retry_after_ms):
+            self.retry_after_ms = retry_after_ms
 
     def keep(self, route_no: int, place: int) -> None:
         """Note an entry that stays unclaimed."""
         band = route_no, place >> BAND_BITS
         self.kept[band] = min(place, self.kept.get(band, place))
+
+
+class RoomWaits:
+    """Wakes the claims of lanes whose work was denied: a key of a quota has room again, or a rate lets more through."""
+
+    def __init__(self, wakeups: Wakeups) -> None:
+        self._wakeups = wakeups
+        self._lanes: dict[int, set[str]] = {}
+        self._retry_at: dict[tuple[str, ...], float] = {}
+        wakeups.on_room(self._wake)
+
+    def add(self, lanes: tuple[str, ...], quota_key_nos: Iterable[int], retry_after_ms: int | None) -> None:
+        """Wake these lanes when one of these keys has room, or after this time."""
+        for key_no in quota_key_nos:
+            self._lanes.setdefault(key_no, set()).update(lanes)
+        if retry_after_ms is None:
+            self._retry_at.pop(lanes, None)
+        else:
+            self._retry_at[lanes] = time.monotonic() + retry_after_ms / 1000
+
+    def seconds_to_retry(self, lanes: tuple[str, ...]) -> float:
+        """The time after which a rate may let something of these lanes through."""
+        return max(self._retry_at.get(lanes, inf) - time.monotonic(), 0)
+
+    def _wake(self, quota_key_nos: Iterable[int] | None) -> None:
+        woken = [
+            self._lanes.pop(key_no, ()) for key_no in (quota_key_nos if quota_key_nos is not None else [*self._lanes])
+        ]
+        self._wakeups.wake({lane for lanes in woken for lane in lanes})
 
 
 class LimitedClaims:
@@ -88,6 +132,11 @@ class LimitedClaims:
         self._queues = Queues()
         self._reserved: dict[tuple[str, ...], Reserved] = {}
         self._quiet: dict[Wanted, tuple[int, float]] = {}
+        self._waits = RoomWaits(store.wakeups)
+
+    def seconds_to_retry(self, lanes: tuple[str, ...]) -> float:
+        """The time after which a rate may let something of these lanes through."""
+        return self._waits.seconds_to_retry(lanes)
 
     async def are_needed(self, wanted: Wanted) -> bool:
         """Whether the lanes may have claimable work with limits; without it, a claim needs no admission."""
@@ -98,77 +147,115 @@ class LimitedClaims:
         appearances = self._store.wakeups.watermarks.appearances(reserved.route_nos)
         return quiet is None or quiet[0] != appearances or time.monotonic() >= quiet[1]
 
-    async def claim(self, wanted: Wanted, lessee: Lessee) -> list[ClaimedExecution]:
-        """Lease the best executions that are within their limits."""
+    async def claim(self, wanted: Wanted, lessee: Lessee, *, limit: int, slots: int) -> list[ClaimedExecution]:
+        """Lease the best executions that are within their limits; those with limits only if they can start at once."""
+        claimed: list[ClaimedExecution] = []
+
+        async def lease(transaction: Transaction, chosen: Sequence[Chosen], slots: int) -> Sequence[Record]:
+            return await self._lease(transaction, chosen, slots, lessee)
+
+        async def leased(rows: Sequence[Record]) -> None:
+            claimed.extend(claimed_of(row, lessee.instance, lessee.lease_ttl_ms, self._queues) for row in rows)
+            reclaimed = [
+                one.execution_id for one, row in zip(claimed[-len(rows) :], rows, strict=True) if row[0] == "reclaimed"
+            ]
+            if reclaimed:
+                self._store.wakeups.stream(reclaimed)
+                await self._finish.warn_of_reclaims(reclaimed)
+
+        await self.search(wanted, lease, leased, limit=limit, slots=slots)
+        return claimed
+
+    async def search(
+        self,
+        wanted: Wanted,
+        take: Take,
+        taken: Callable[[Sequence[Record]], Awaitable[None]],
+        *,
+        limit: int,
+        slots: int,
+    ) -> None:
+        """Take the best executions that are within their limits; call `taken` with their rows after each commit."""
         reserved = await self._reserved_of(wanted.lanes)
         appearances = self._store.wakeups.watermarks.appearances(reserved.route_nos)
         serving = wanted._replace(capabilities=(*wanted.capabilities, *reserved.capabilities))
         scan = await self._scans.of(serving, by_route=True)
         with scan.watermarks.scanning() as appeared:
-            claimed, has_limited = await self._claim_from(scan, appeared, reserved, wanted, lessee)
-        if not has_limited:
-            self._quiet[wanted] = appearances, time.monotonic() + LIFE_SECONDS
-        else:
+            has_limited = await self._search(scan, appeared, reserved, wanted, take, taken, limit=limit, slots=slots)
+        if has_limited:
             self._quiet.pop(wanted, None)
-        return claimed
+        else:
+            self._quiet[wanted] = appearances, time.monotonic() + LIFE_SECONDS
 
-    async def _claim_from(
-        self, scan: Scan, appeared: Appeared, reserved: Reserved, wanted: Wanted, lessee: Lessee
-    ) -> tuple[list[ClaimedExecution], bool]:
-        claimed: list[ClaimedExecution] = []
+    async def _search(
+        self,
+        scan: Scan,
+        appeared: Appeared,
+        reserved: Reserved,
+        wanted: Wanted,
+        take: Take,
+        taken: Callable[[Sequence[Record]], Awaitable[None]],
+        *,
+        limit: int,
+        slots: int,
+    ) -> bool:
+        """Search until enough is taken or nothing is left; return whether there are executions with limits."""
+        count = 0
         refused: list[UUID] = []
         full: set[int] = set()
         has_limited = False
         scanned_to = 0
+        reach = limit + REACH
         where: Mapping[str, object] = {}
-        while len(claimed) < lessee.limit:
+        while count < limit:
+            # A scan that was cut short continues in the same spans: new ones would start a full scan again.
             where = {**where, "scanned_to": scanned_to} if scanned_to else scan.where
-            left = lessee._replace(limit=lessee.limit - len(claimed), slots=max(0, lessee.slots - len(claimed)))
+            given = {**where, "skipped": refused, "passed_queues": [*full]}
             try:
-                found = await self._round({**where, "skipped": refused, "passed_queues": [*full]}, reserved, left)
+                found = await self._round(
+                    given, reserved, take, limit=limit - count, slots=max(0, slots - count), reach=reach
+                )
             except EngineError:
-                if not claimed:
+                if not count:
                     raise
-                # The caller must get the leases of the earlier rounds.
+                # The caller must get what the earlier rounds have taken.
                 break
             has_limited = has_limited or found.has_limited
+            self._waits.add(wanted.lanes, found.full_keys, found.retry_after_ms)
             self._raise(scan.watermarks, found, appeared)
-            reclaimed: list[ExecutionId] = []
-            for row in found.leased:
-                claimed.append(claimed_of(row, lessee.instance, lessee.lease_ttl_ms, self._queues))
-                if row["branch"] == "reclaimed":
-                    reclaimed.append(claimed[-1].execution_id)
-            if reclaimed:
-                self._store.wakeups.stream(reclaimed)
-                await self._finish.warn_of_reclaims(reclaimed)
+            if found.taken:
+                count += len(found.taken)
+                await taken(found.taken)
             scanned_to = found.cut_at or 0
             if found.at_reclaim_limit:
+                # If one cannot be ended, the next round must not find it again.
                 refused += found.refused
                 await self._finish.end_at_reclaim_limit(found.at_reclaim_limit)
-            elif found.full_queues - full and (found.is_full or found.is_at_reach):
+            elif found.full_queues - full and (found.is_full or found.is_at_reach) and reach < MAX_REACH:
                 # Their entries have taken the place of others that may be within their limits.
                 full |= found.full_queues
+                reach = min(4 * reach, MAX_REACH)
                 scanned_to = 0
             elif not scanned_to:
-                if claimed:
+                if count:
                     break
                 if where["span_sources"] and scan.watermarks.may_scan_all:
                     scan.watermarks.end()
                 elif not await self._catch_up.run(wanted.lanes, min_interval_seconds=0):
                     break
-        return claimed, has_limited
+        return has_limited
 
-    async def _round(self, where: Mapping[str, object], reserved: Reserved, lessee: Lessee) -> Round:
-        """Pick, admit and lease in one transaction."""
-
-        reach = max(REACH * lessee.limit, LEAST_REACH)
+    async def _round(
+        self, where: Mapping[str, object], reserved: Reserved, take: Take, *, limit: int, slots: int, reach: int
+    ) -> Round:
+        """Pick, admit and take in one transaction."""
 
         async def claim(transaction: Transaction) -> Round:
             rows = await transaction.fetch(
                 SQL.pick_candidates,
                 **where,
                 reach=reach,
-                limit=lessee.limit,
+                limit=limit,
                 queue_nos=(),
                 first_places=(),
                 last_places=(),
@@ -177,31 +264,28 @@ class LimitedClaims:
                 **RECLAIM_LIMITS,
             )
             found, picked = _read(rows, reserved, reach)
-            found.is_full = len(picked) == lessee.limit
-            chosen = await self._admitted(transaction, found, picked, lessee)
+            found.is_full = len(picked) == limit
+            chosen = await self._admitted(transaction, found, picked, slots)
             if chosen:
-                found.leased = await self._lease(transaction, chosen, lessee)
-                leased = {row["execution_id"] for row in found.leased}
+                found.taken = await take(transaction, chosen, slots)
+                taken = {row["execution_id"] for row in found.taken}
                 for row, _ in chosen:
-                    if row["execution_id"] not in leased:
+                    if row["execution_id"] not in taken:
                         found.keep(row["route_no"], row["place"])
             return found
 
         return await self._store.transact(claim)
 
     async def _admitted(
-        self, transaction: Transaction, found: Round, picked: Sequence[Record], lessee: Lessee
-    ) -> list[tuple[Record, Sequence[int]]]:
-        """The candidates to lease, in order, each with the quota keys of which it then holds a slot."""
-        limited: list[Record] = []
-        for nth, row in enumerate(picked):
-            if row["quota_key_nos"] is not None and nth < lessee.slots:
-                limited.append(row)
+        self, transaction: Transaction, found: Round, picked: Sequence[Record], slots: int
+    ) -> list[Chosen]:
+        """The candidates to take, in order."""
+        limited = [row for row in picked[:slots] if row["quota_key_nos"] is not None]
         verdicts: dict[UUID, Admitted | Denied] = {}
         if limited:
             judged = await self._admissions.admit(transaction, [_candidate(row) for row in limited])
             verdicts = {row["execution_id"]: verdict for row, verdict in zip(limited, judged, strict=True)}
-        chosen: list[tuple[Record, Sequence[int]]] = []
+        chosen: list[Chosen] = []
         for row in picked:
             verdict = verdicts.get(row["execution_id"])
             if row["quota_key_nos"] is None:
@@ -211,15 +295,12 @@ class LimitedClaims:
             else:
                 found.keep(row["route_no"], row["place"])
                 if isinstance(verdict, Denied):
-                    found.full_queues.add(row["queue_no"])
-                    if verdict.retry_after_ms is not None:
-                        after = found.retry_after_ms
-                        found.retry_after_ms = min(verdict.retry_after_ms, after if after is not None else 2**62)
+                    found.fill(row["queue_no"], row["quota_key_nos"], verdict.retry_after_ms)
         return chosen
 
     async def _lease(
-        self, transaction: Transaction, chosen: Sequence[tuple[Record, Sequence[int]]], lessee: Lessee
-    ) -> list[Record]:
+        self, transaction: Transaction, chosen: Sequence[Chosen], slots: int, lessee: Lessee
+    ) -> Sequence[Record]:
         return await transaction.fetch(
             SQL.lease_admitted,
             partition_keys=[row["partition_key"] for row, _ in chosen],
@@ -228,7 +309,7 @@ class LimitedClaims:
             slot_keys=[array_text(slot_keys) if slot_keys else None for _, slot_keys in chosen],
             worker_no=lessee.worker_no,
             lease_ttl_ms=lessee.lease_ttl_ms,
-            slots=lessee.slots,
+            slots=slots,
             least_ahead_ms=LEAST_AHEAD_MS,
             known_queues=self._queues.known,
             lease_ids=mint_uuid_texts(len(chosen)),
@@ -240,9 +321,9 @@ class LimitedClaims:
         """Raise the watermarks up to the first entry that stays unclaimed."""
         if found.scan_us is not None:
             is_cut = found.cut_at is not None or found.is_full or found.is_at_reach
-            furthest = max((row["place"] for row in found.leased), default=0)
+            furthest = max((row["place"] for row in found.taken), default=0)
             watermarks.record_full_scan(found.scan_us / 1_000_000, up_to=furthest if is_cut else None)
-        for row in found.leased:
+        for row in found.taken:
             route_no, place = row["route_no"], row["place"]
             kept = found.kept.get((route_no, place >> BAND_BITS))
             if kept is None or kept > place:
@@ -273,7 +354,7 @@ def _read(rows: list[Record], reserved: Reserved, reach: int) -> tuple[Round, li
     for row in rows:
         kind, route_no = row[0], row["route_no"]
         if kind == "full":
-            found.full_queues.add(row["queue_no"])
+            found.fill(row["queue_no"], row["quota_key_nos"], row["weight"])
             found.has_limited = True
             continue
         found.has_limited = found.has_limited or route_no in reserved.route_nos

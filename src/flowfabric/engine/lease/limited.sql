@@ -9,7 +9,8 @@ select r.route_no, c.required
 -- entries in their order, and of the given spans of queues. Of a queue with limits it locks as many as it has room for, or its first
 -- one if it has none, so that its head is marked as blocked, and executions admitted within the window, which need no second token.
 -- The room is an estimate from rows that are not locked: admission decides.
--- Returns the candidates; for each source and priority the first entry that is none ('kept'); the queues without room ('full'); and as
+-- Returns the candidates; for each source and priority the first entry that is none ('kept'); the queues without room ('full'), with the
+-- time after which one that has reached a rate may have room in the column weight; and as
 -- the last row ('read') the number of entries read, whether the scan of the routes was cut short, and where, and after a full scan its
 -- time on the server in microseconds.
 with clock as materialized (select ff_now() as now),
@@ -40,45 +41,53 @@ seen as materialized (
    where (r.granted_until is null or r.granted_until <= (select now from clock))
      and r.queue_no <> all(:passed_queues::int[]) and r.execution_id <> all(:skipped::uuid[])
 ),
+-- The limits of each queue, read once for its first entry and given to the others by the window: a join would compare all pairs.
 limited as materialized (
-  select q.queue_no, q.quota_key_nos, b.detail as budget_detail, least(k.slots, k.tokens, case when b.detail is not null then 0 end) as room,
-         k.slots, k.tokens
-    from (select distinct queue_no from seen) s
-   cross join lateral (
-         select q.queue_no, q.quota_key_nos, q.budget_ids from queue q
-          where q.queue_no = s.queue_no and (q.quota_key_nos <> '{}' or q.budget_ids <> '{}') limit 1) q
+  select s.nth, s.nth_of_queue, s.route_no, s.queue_no, s.place, s.partition_key, s.execution_id, s.tid,
+         first_value(m.quota_key_nos) over w as quota_key_nos, first_value(m.budget_detail) over w as budget_detail,
+         first_value(m.room) over w as room, first_value(m.slots) over w as slots, first_value(m.tokens) over w as tokens,
+         m.retry_after_ms
+    from seen s
     left join lateral (
-         select 'budget ' || b.budget_id || ': ' || u.dimension || ' ' || u.used || '/' || u.hard_limit as detail
-           from unnest(q.budget_ids) with ordinality b(budget_id, nth)
-          cross join lateral (
-                select l.dimension, l.hard_limit, u.used
-                  from budget_limit l
+         select q.quota_key_nos, b.detail as budget_detail, k.slots, k.tokens, k.retry_after_ms,
+                least(k.slots, k.tokens, case when b.detail is not null then 0 end) as room
+           from queue q
+           left join lateral (
+                select 'budget ' || b.budget_id || ': ' || u.dimension || ' ' || u.used || '/' || u.hard_limit as detail
+                  from unnest(q.budget_ids) with ordinality b(budget_id, nth)
                  cross join lateral (
-                       select u.used from budget_usage u
-                        where u.partition_key = l.partition_key and u.budget_id = l.budget_id and u.dimension = l.dimension limit 1) u
-                 where l.budget_id = b.budget_id and l.hard_limit > 0 and u.used >= l.hard_limit
-                offset 0) u
-          order by b.nth, u.dimension limit 1) b on true
-   cross join lateral (
-         select min(p.max_concurrent - k.taken + t.returned) filter (where p.max_concurrent > 0) as slots,
-                min(p.max_requests_per_window - w.tokens) filter (where p.max_requests_per_window > 0) as tokens
-           from unnest(q.quota_key_nos) as n(quota_key_no)
-          cross join lateral (select k.* from quota_key k where k.quota_key_no = n.quota_key_no limit 1) k
+                       select l.dimension, l.hard_limit, u.used
+                         from budget_limit l
+                        cross join lateral (
+                              select u.used from budget_usage u
+                               where u.partition_key = l.partition_key and u.budget_id = l.budget_id and u.dimension = l.dimension limit 1) u
+                        where l.budget_id = b.budget_id and l.hard_limit > 0 and u.used >= l.hard_limit
+                       offset 0) u
+                 order by b.nth, u.dimension limit 1) b on true
           cross join lateral (
-                select p.* from quota_policy p
-                 where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p
-          cross join lateral (
-                select coalesce(sum(t.returned), 0) as returned from slot_return t where t.quota_key_no = k.quota_key_no offset 0) t
-          cross join lateral (
-                select coalesce(sum(w.tokens), 0) as tokens from unnest(k.window_ats, k.window_tokens) w(at, tokens)
-                 where w.at > (select now from clock) - coalesce(nullif(p.window_seconds, 0), 60) * 1000 offset 0) w) k
+                select min(p.max_concurrent - k.taken + t.returned) filter (where p.max_concurrent > 0) as slots,
+                       min(p.max_requests_per_window - w.tokens) filter (where p.max_requests_per_window > 0) as tokens,
+                       max(w.retry_after_ms) filter (where p.max_requests_per_window > 0 and w.tokens >= p.max_requests_per_window) as retry_after_ms
+                  from unnest(q.quota_key_nos) as n(quota_key_no)
+                 cross join lateral (select k.* from quota_key k where k.quota_key_no = n.quota_key_no limit 1) k
+                 cross join lateral (
+                       select p.* from quota_policy p
+                        where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p
+                 cross join lateral (
+                       select coalesce(sum(t.returned), 0) as returned from slot_return t where t.quota_key_no = k.quota_key_no offset 0) t
+                 cross join lateral (
+                       select coalesce(sum(w.tokens), 0) as tokens, min(w.at) - s.since as retry_after_ms
+                         from (select (select now from clock) - coalesce(nullif(p.window_seconds, 0), 60) * 1000 as since) s
+                         left join unnest(k.window_ats, k.window_tokens) w(at, tokens) on w.at > s.since
+                        group by s.since offset 0) w) k
+          where q.queue_no = s.queue_no and s.nth_of_queue = 1 and (q.quota_key_nos <> '{}' or q.budget_ids <> '{}') limit 1) m on true
+  window w as (partition by s.queue_no order by s.nth)
 ),
 picked as materialized (
   select s.nth, s.route_no, s.queue_no, s.place, s.quota_key_nos, s.budget_detail, e.*
-    from (select s.*, m.quota_key_nos, m.budget_detail, m.room, m.slots
-            from seen s left join limited m on m.queue_no = s.queue_no
-           where m.room is null or s.nth_of_queue <= greatest(m.room, 1)
-              or (m.budget_detail is null and m.tokens < s.nth_of_queue and coalesce(m.slots >= s.nth_of_queue, true))
+    from (select s.* from limited s
+           where s.room is null or s.nth_of_queue <= greatest(s.room, 1)
+              or (s.budget_detail is null and s.tokens < s.nth_of_queue and coalesce(s.slots >= s.nth_of_queue, true))
            order by s.nth) s
    cross join lateral (select from ready l where l.ctid = s.tid for update skip locked) l
    cross join lateral (
@@ -94,8 +103,8 @@ picked as materialized (
                  or (s.nth_of_queue = 1 and e.eligibility_state = 'eligible_now')
                  or (e.attempt_count > 0 and exists (
                        select from quota_admission g
-                        where g.quota_key_no = any(s.quota_key_nos) and g.execution_id = e.execution_id
-                          and g.guard_until > (select now from clock))))
+                        where g.partition_key = e.partition_key and g.execution_id = e.execution_id
+                          and g.quota_key_no = any(s.quota_key_nos) and g.guard_until > (select now from clock))))
             for update skip locked) e
    limit :limit
 )
@@ -104,11 +113,13 @@ select p.branch, p.partition_key, p.execution_id, p.route_no, p.queue_no, p.plac
   from picked p
 union all
 select 'kept', null, null, r.route_no, null, min(r.place), null, null, null, null, null, null
-  from raw r left join picked p on p.execution_id = r.execution_id and p.partition_key = r.partition_key
- where p.execution_id is null
+  from raw r
+ -- `(... in (...)) is not true` makes the planner use a hashed subplan instead of a nested loop.
+ where (r.execution_id in (select p.execution_id from picked p)) is not true
  group by r.route_no, r.place >> 48
 union all
-select 'full', null, null, null, m.queue_no, null, null, null, null, null, null, null from limited m where m.room <= 0
+select 'full', null, null, null, m.queue_no, null, null, m.retry_after_ms, null, m.quota_key_nos, null, null 
+  from limited m where m.room <= 0 and m.nth_of_queue = 1
 union all
 select 'read', null, null, null, null, c.ninth, c.scanned,
        case when cardinality(:span_sources) = 0

@@ -103,7 +103,7 @@ class Admission:
     @staticmethod
     async def _read_guards(transaction: Transaction, claiming: Claiming, candidates: Sequence[Candidate]) -> None:
         pairs = [
-            (key_no, candidate.execution_id)
+            (key_no, candidate)
             for candidate in candidates
             for key_no in candidate.quota_key_nos
             if claiming.keys[key_no].has_guards
@@ -111,11 +111,14 @@ class Admission:
         if pairs:
             rows = await transaction.fetch(
                 SQL.list_guards,
+                partition_keys=[candidate.partition_key for _, candidate in pairs],
+                execution_ids=[candidate.execution_id for _, candidate in pairs],
                 quota_key_nos=[key_no for key_no, _ in pairs],
-                execution_ids=[execution_id for _, execution_id in pairs],
                 now=claiming.now,
             )
-            claiming.guards = {pairs[row["at"]]: row["has_slot"] for row in rows}
+            for row in rows:
+                key_no, candidate = pairs[row["at"]]
+                claiming.guards[key_no, candidate.execution_id] = row["has_slot"]
 
     @staticmethod
     async def _book(transaction: Transaction, claiming: Claiming) -> None:

@@ -16,12 +16,13 @@ select k.quota_key_no, k.quota_policy_id,
    for update of k;
 
 -- name: list_guards
--- The executions whose admission still holds, for each of the given pairs of quota key and execution.
+-- Which of the given pairs of execution and quota key have an admission that still holds.
 select i.nth - 1 as at, g.has_slot
-  from unnest(:quota_key_nos::int[], :execution_ids::uuid[]) with ordinality as i(quota_key_no, execution_id, nth)
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :quota_key_nos::int[])
+       with ordinality as i(partition_key, execution_id, quota_key_no, nth)
  cross join lateral (
        select g.has_slot, g.guard_until from quota_admission g
-        where g.quota_key_no = i.quota_key_no and g.execution_id = i.execution_id limit 1) g
+        where g.partition_key = i.partition_key and g.execution_id = i.execution_id and g.quota_key_no = i.quota_key_no limit 1) g
  where g.guard_until > :now;
 
 -- name: book
@@ -34,11 +35,11 @@ with booked as (
          as i(quota_key_no, slots, window_ats, window_tokens)
    where k.quota_key_no = any(array[i.quota_key_no])
 )
-insert into quota_admission as g (quota_key_no, partition_key, execution_id, admitted_at, guard_until, has_slot)
-select quota_key_no, partition_key, execution_id, :now, guard_until, false
+insert into quota_admission as g (partition_key, execution_id, quota_key_no, admitted_at, guard_until, has_slot)
+select partition_key, execution_id, quota_key_no, :now, guard_until, false
   from unnest(:guard_keys::int[], :partition_keys::smallint[], :execution_ids::uuid[], :guards_until::bigint[])
        as i(quota_key_no, partition_key, execution_id, guard_until)
-on conflict (quota_key_no, execution_id) do update
+on conflict (partition_key, execution_id, quota_key_no) do update
    set admitted_at = case when excluded.guard_until > 0 then excluded.admitted_at else g.admitted_at end,
        guard_until = greatest(g.guard_until, excluded.guard_until), has_slot = false;
 
@@ -72,3 +73,32 @@ select k.quota_key_no, e.slot_keys
 -- name: take_slots
 -- Takes a slot of each locked quota key, whether one is free or not.
 update quota_key set taken = taken + 1 where quota_key_no = any(:quota_key_nos::int[]);
+
+-- name: return_expired_slots
+-- Gives back the slots of executions whose grant has expired, except those that another session has locked; returns how many grants
+-- it has looked at.
+with clock as materialized (select ff_now() as now),
+expired as materialized (
+  select g.ctid as tid, g.partition_key, g.execution_id, g.expires_at, e.tid as execution_tid, e.slot_keys
+    from (select ctid, partition_key, execution_id, expires_at from claim_grant
+           where has_slots and expires_at <= (select now from clock) order by expires_at limit :limit for update skip locked) g
+   cross join lateral (
+         select e.ctid as tid, case when e.granted_until = g.expires_at and e.ownership_state <> 'leased' then e.slot_keys end as slot_keys
+           from execution e
+          where e.partition_key = g.partition_key and e.execution_id = g.execution_id for update skip locked) e
+),
+seen as (
+  update claim_grant g set has_slots = false from expired x where g.ctid = x.tid
+),
+freed as (
+  update execution e set slot_keys = null, attached = e.attached & ~8 from expired x
+   where e.ctid = x.execution_tid and x.slot_keys is not null
+  returning x.slot_keys
+),
+returned as (
+  insert into slot_return as s (quota_key_no, shard, returned)
+  select n.quota_key_no, :shard, count(*) from freed f cross join lateral unnest(f.slot_keys) as n(quota_key_no)
+   group by n.quota_key_no order by n.quota_key_no
+  on conflict (quota_key_no, shard) do update set returned = s.returned + excluded.returned
+)
+select count(*) as seen from expired;
