@@ -596,6 +596,8 @@ create table quota_admission (
   admitted_at bigint not null,
   guard_until bigint not null,
   has_slot boolean not null,
+  is_released boolean not null default false,
+  token_at bigint,
   constraint quota_admission_pkey PRIMARY KEY (quota_key_no, execution_id));
 
 create table quota_key (
@@ -888,7 +890,13 @@ CREATE INDEX listed_state ON listed USING btree (public_state, at);
 
 CREATE INDEX pending_cancel_group_age ON pending_cancel_group USING btree (enqueued_at);
 
+CREATE INDEX queue_of_quota_key ON queue USING gin (quota_key_nos);
+
 CREATE INDEX quota_admission_due ON quota_admission USING btree (guard_until);
+
+CREATE INDEX quota_admission_execution ON quota_admission USING btree (execution_id);
+
+CREATE INDEX quota_admission_slot ON quota_admission USING btree (quota_key_no, guard_until) WHERE has_slot;
 
 CREATE UNIQUE INDEX ready_queue ON ready USING btree (queue_no, place);
 
