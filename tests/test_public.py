@@ -137,6 +137,7 @@ async def test_an_editor_completes_only_operations_of_an_engine(engine: Engine) 
     assert extras == {
         "cancel_matching",
         "change_priority_matching",
+        "change_quota_policy",
         "connect",
         "count_executions",
         "create_many",

@@ -19,6 +19,7 @@ from flowfabric.model.edge import (
     Staged,
 )
 from flowfabric.model.execution import (
+    Blocked,
     BulkResult,
     Cancelled,
     Changed,
@@ -35,6 +36,7 @@ from flowfabric.model.execution import (
     Inconsistency,
     NewExecution,
     Replayed,
+    Unblocked,
 )
 from flowfabric.model.explanation import (
     BudgetReason,
@@ -107,6 +109,18 @@ from flowfabric.model.lease import (
     Revoked,
     TerminalFailed,
 )
+from flowfabric.model.quota import (
+    Admitted,
+    AlreadyAdmitted,
+    ConcurrencyExceeded,
+    QuotaAlreadySatisfied,
+    QuotaChanged,
+    QuotaCreated,
+    QuotaLimits,
+    QuotaReconcile,
+    RateExceeded,
+    Released,
+)
 from flowfabric.model.resume import Resumed, ResumeTrigger
 from flowfabric.model.signal import Accepted, ResumeSignal, SignalDisposition, SignalDuplicate, SignalEffect
 from flowfabric.model.states import (
@@ -145,6 +159,8 @@ __all__ = [
     "Accepted",
     "Added",
     "AdditionalWaitpoint",
+    "Admitted",
+    "AlreadyAdmitted",
     "AlreadyApplied",
     "AlreadyClosed",
     "AlreadyMember",
@@ -159,6 +175,7 @@ __all__ = [
     "Attempt",
     "AttemptType",
     "BackendIdentity",
+    "Blocked",
     "BudgetReason",
     "BulkResult",
     "CancellationScheduled",
@@ -170,6 +187,7 @@ __all__ = [
     "ClaimedExecution",
     "Closed",
     "Completed",
+    "ConcurrencyExceeded",
     "Created",
     "CurrentAttempt",
     "CurrentLease",
@@ -243,11 +261,18 @@ __all__ = [
     "Promoted",
     "PublicState",
     "QueuedReason",
+    "QuotaAlreadySatisfied",
+    "QuotaChanged",
+    "QuotaCreated",
+    "QuotaLimits",
     "QuotaReason",
+    "QuotaReconcile",
+    "RateExceeded",
     "ReclaimCapExceeded",
     "ReclaimGrant",
     "Refreshed",
     "Registered",
+    "Released",
     "Renewed",
     "Replayed",
     "Resolution",
@@ -283,6 +308,7 @@ __all__ = [
     "TagsSet",
     "TerminalFailed",
     "TerminalOutcome",
+    "Unblocked",
     "UnmetEdge",
     "VerifyingKid",
     "WaitpointInfo",

@@ -96,12 +96,14 @@ class SettingsFields(TypedDict, total=False):
     execution_deadline_interval_s: int
     suspension_timeout_interval_s: int
     pending_wp_expiry_interval_s: int
+    unblock_interval_s: int
     dependency_reconciler_interval_s: int
     edge_cancel_dispatcher_interval_s: int
     edge_cancel_reconciler_interval_s: int
     flow_projector_interval_s: int
     retention_trimmer_interval_s: int
     cancel_reconciler_interval_s: int
+    quota_reconciler_interval_s: int
     cancel_grace_ms: int
 
 
@@ -141,12 +143,14 @@ class Settings(BaseSettings):
     execution_deadline_interval_s: Count = 5
     suspension_timeout_interval_s: Count = 2
     pending_wp_expiry_interval_s: Count = 5
+    unblock_interval_s: Count = 5
     dependency_reconciler_interval_s: Count = 15
     edge_cancel_dispatcher_interval_s: Count = 1
     edge_cancel_reconciler_interval_s: Count = 10
     flow_projector_interval_s: Count = 15
     retention_trimmer_interval_s: Count = 60
     cancel_reconciler_interval_s: Count = 15
+    quota_reconciler_interval_s: Count = 30
     cancel_grace_ms: Annotated[int, Field(ge=0, le=MAX_CANCEL_GRACE_MS)] = 30_000
 
     def __init__(self, **given: Unpack[SettingsFields]) -> None:

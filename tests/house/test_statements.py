@@ -17,6 +17,7 @@ from flowfabric.engine.core.transition import (
     HELD_FOR_CANCEL,
     PROMOTED,
     REPLAYED,
+    block_parameters,
     completion_parameters,
     target_parameters,
 )
@@ -49,6 +50,8 @@ MOVES = {
     "escalate_locked",
     "block_by_dependencies",
     "hold_owed_members",
+    "block_locked",
+    "unblock_locked",
     "settle_entries",
     "resolve_edges",
     "promote_blocked",
@@ -205,6 +208,7 @@ def test_a_transition_writes_no_literal_state() -> None:
         ("escalate_locked", ESCALATED),
         ("hold_owed_members", HELD_FOR_CANCEL),
         ("block_by_dependencies", BLOCKED_BY_DEPENDENCIES),
+        ("block_locked", block_parameters(BlockingReason.WAITING_FOR_QUOTA)),
     ],
 )
 def test_a_transition_takes_every_target_column_as_a_parameter(name: str, parameters: dict[str, object]) -> None:

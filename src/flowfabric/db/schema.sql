@@ -591,13 +591,15 @@ create table queue (
   constraint queue_of_lane UNIQUE (lane_no, kind_no, namespace_no, route_no, admission_key_no));
 
 create table quota_admission (
+  quota_key_no integer not null,
   partition_key smallint not null,
   execution_id uuid not null,
-  quota_key_no integer not null,
   admitted_at bigint not null,
   guard_until bigint not null,
   has_slot boolean not null,
-  constraint quota_admission_pkey PRIMARY KEY (partition_key, execution_id, quota_key_no));
+  is_released boolean not null default false,
+  token_at bigint,
+  constraint quota_admission_pkey PRIMARY KEY (quota_key_no, execution_id));
 
 create table quota_key (
   quota_key_no integer not null generated always as identity,
@@ -893,9 +895,13 @@ CREATE INDEX listed_state ON listed USING btree (public_state, at);
 
 CREATE INDEX pending_cancel_group_age ON pending_cancel_group USING btree (enqueued_at);
 
+CREATE INDEX queue_of_quota_key ON queue USING gin (quota_key_nos);
+
 CREATE INDEX quota_admission_due ON quota_admission USING btree (guard_until);
 
-CREATE INDEX quota_admission_of_key ON quota_admission USING btree (quota_key_no);
+CREATE INDEX quota_admission_execution ON quota_admission USING btree (execution_id);
+
+CREATE INDEX quota_admission_slot ON quota_admission USING btree (quota_key_no, guard_until) WHERE has_slot;
 
 CREATE INDEX quota_key_number ON quota_key USING btree (quota_key_no);
 

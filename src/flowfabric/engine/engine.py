@@ -39,6 +39,8 @@ from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
+from flowfabric.engine.limit.block import Blocks
+from flowfabric.engine.limit.quota import Quotas
 from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.read.consistency import Consistency
@@ -165,6 +167,16 @@ class Engine:
     project_flow_summary = operation(FlowSummaries.project_flow_summary)
     read_flow_summary = operation(FlowSummaries.read_flow_summary)
     wait_for_flow = operation(FlowEndings.wait_for_flow)
+
+    # Limits: quotas, and blocked executions.
+    create_quota_policy = operation(Quotas.create_quota_policy)
+    change_quota_policy = operation(Quotas.change_quota_policy)
+    read_quota_policy_limits = operation(Quotas.read_quota_policy_limits)
+    check_admission = operation(Quotas.check_admission)
+    release_admission = operation(Quotas.release_admission)
+    reconcile_quota_counters = operation(Quotas.reconcile_quota_counters)
+    block_execution_for_admission = operation(Blocks.block_execution_for_admission)
+    unblock_execution = operation(Blocks.unblock_execution)
 
     # Streams: frames and summaries.
     append_frame = operation(Streams.append_frame)

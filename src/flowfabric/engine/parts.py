@@ -49,6 +49,8 @@ from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
 from flowfabric.engine.limit.admission import Admission
+from flowfabric.engine.limit.block import Blocks, Unblocking
+from flowfabric.engine.limit.quota import Quotas
 from flowfabric.engine.operation import Services
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
@@ -132,6 +134,10 @@ class Parts:
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
+        self.quotas = services.add(Quotas(store))
+        blocks = services.add(Blocks(store))
+        self.unblocking = services.add(Unblocking(store, blocks, Quarantine(settings.unblock_interval_s)))
+
         resolver = Resolver(store, lease_ends)
         services.add(Graph(store, resolver))
         services.add(ChildWaits(store, lease_ends))
@@ -174,7 +180,7 @@ class Parts:
         feeds = services.add(Feeds(store, queries=queries))
         self.event_partitions = services.add(EventPartitions(store))
         self.sessions = services.add(Sessions(store))
-        self.workers = services.add(Workers(store))
+        self.workers = services.add(Workers(store, self.unblocking.worker_registered))
         self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Flows, FlowListing, Listing, Counting, Consistency):
             services.add(kind(store))

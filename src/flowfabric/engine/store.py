@@ -1,6 +1,7 @@
 """What all operations share: the database, the translation of its faults into errors, and the ids of names."""
 
 import hashlib
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ SQL = statements_beside(__file__)
 Answer = TypeVar("Answer")
 
 MAX_KIND_SETS = 1024
+SLOT_SHARDS = 8
 WORKER_SECONDS = 3600.0
 """How long the number of a worker process is cached; reading it again marks the process as in use."""
 
@@ -62,6 +64,8 @@ class Store:
         self.due_watermark = TimerWatermark(full_scan_seconds=10, margin_ms=1_000)
         self.retained_watermark = TimerWatermark(full_scan_seconds=600, margin_ms=100)
         self.projection_watermark = TimerWatermark(full_scan_seconds=60, margin_ms=1_000)
+        self.slot_shard = random.randrange(SLOT_SHARDS)
+        """Where this process counts the slots of quotas that it returns."""
         self._numbers: dict[tuple[str, ...], int] = {}
         self._lanes: dict[int, str] = {}
         self._workers: dict[tuple[str, str], tuple[int, float]] = {}

@@ -72,6 +72,19 @@ class Replayed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Blocked:
+    """The execution is blocked for this reason."""
+
+    execution_id: ExecutionId
+    reason: BlockingReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unblocked:
+    """The execution is no longer blocked; it may still be delayed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Changed:
     """The execution has the new priority."""
 

@@ -4,12 +4,54 @@ import random
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from flowfabric.model.errors import error
+from flowfabric.model.ids import QuotaPolicyId
+from flowfabric.model.tag import check_tag_key
+from flowfabric.model.text import check_length, check_range, check_short, shown
+
 DEFAULT_WINDOW_SECONDS = 60
 """The window of a quota whose window is 0."""
 DEFAULT_KEY = "default"
 """The key of executions that have none."""
 MAX_EXACT_ENTRIES = 100
 """Above this number, a window merges the entries of each hundredth of its length."""
+MAX_LIMIT = 2**53 - 1
+MAX_WINDOW_SECONDS = MAX_LIMIT // 1000
+MAX_KEY_CHARACTERS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuotaCreated:
+    """The quota policy was created."""
+
+    quota_policy_id: QuotaPolicyId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuotaAlreadySatisfied:
+    """There is a quota policy with this id already; it was not changed."""
+
+    quota_policy_id: QuotaPolicyId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuotaChanged:
+    """The quota policy has the given limits now."""
+
+    quota_policy_id: QuotaPolicyId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Released:
+    """The execution has no guard and no slot of the quota."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuotaReconcile:
+    """How many keys of quotas were compared with what really holds their slots, and how many could not be."""
+
+    processed: int
+    errors: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +131,21 @@ class KeyState:
             return ConcurrencyExceeded()
         return None
 
-    def admit(self, now: int, *, weight: int = 1, needs_token: bool = True, needs_slot: bool = True) -> None:
-        """Take what an admitted execution needs."""
-        if needs_token and self.limits.max_requests_per_window:
-            self._add(now, min(weight, self.limits.max_requests_per_window))
+    def admit(self, now: int, *, weight: int = 1, needs_token: bool = True, needs_slot: bool = True) -> int:
+        """Take what an admitted execution needs; return the time at which its tokens were entered."""
         if needs_slot and self.limits.active_concurrency_cap:
             self.used += 1
+        if needs_token and self.limits.max_requests_per_window:
+            return self._add(now, min(weight, self.limits.max_requests_per_window))
+        return now
+
+    def take_back(self, at: int, tokens: int = 1) -> None:
+        """Remove tokens that were entered at a time, as far as they are still in the window."""
+        for nth, (moment, taken) in enumerate(self.entries):
+            if moment >= at:
+                left = taken - tokens
+                self.entries[nth : nth + 1] = [(moment, left)] if left > 0 else []
+                return
 
     def _free_after(self, now: int, excess: int) -> int:
         """The milliseconds until this many tokens have left the window."""
@@ -104,7 +155,7 @@ class KeyState:
                 return max(0, at + self.limits.window_ms - now)
         return self.limits.window_ms
 
-    def _add(self, now: int, tokens: int) -> None:
+    def _add(self, now: int, tokens: int) -> int:
         at = max(now, self.entries[-1][0]) if self.entries else now
         if self.entries and self.entries[-1][0] == at:
             tokens += self.entries.pop()[1]
@@ -117,3 +168,42 @@ class KeyState:
                 earlier = merged.get(moment // part, (0, 0))
                 merged[moment // part] = moment, earlier[1] + taken
             self.entries = [*merged.values()]
+        return at
+
+
+def check_limits(
+    *, window_seconds: int, max_requests_per_window: int, max_concurrent: int, jitter_ms: int = 0
+) -> QuotaLimits:
+    """Return the limits of a caller."""
+    check_range(window_seconds, "window_seconds", 0, MAX_WINDOW_SECONDS)
+    check_range(max_requests_per_window, "max_requests_per_window", 0, MAX_LIMIT)
+    check_range(max_concurrent, "max_concurrent", 0, MAX_LIMIT)
+    check_range(jitter_ms, "jitter_ms", 0, MAX_LIMIT)
+    return QuotaLimits(
+        max_requests_per_window=max_requests_per_window,
+        requests_per_window_seconds=window_seconds,
+        active_concurrency_cap=max_concurrent,
+        jitter_ms=jitter_ms,
+    )
+
+
+def check_source(value: object, field: str) -> str | None:
+    """Return where a policy takes the key or the weight of an execution from: a tag or a place in the payload."""
+    if value is None:
+        return None
+    kind, _, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if kind == "tag" or (kind == "payload" and (not name or name.startswith("/"))):
+        check_length(value, field, MAX_KEY_CHARACTERS)
+        if kind == "tag":
+            check_tag_key(name)
+        return f"{kind}:{name}"
+    raise error(
+        "invalid_quota_spec",
+        f"{field}: must be 'tag:<key>' or 'payload:<JSON pointer>', e.g. 'tag:app.customer' or 'payload:/user/id',"
+        f" got {shown(value)}",
+    )
+
+
+def check_key(dimension: object) -> str:
+    """Return the key of a caller; an empty one is the default."""
+    return DEFAULT_KEY if dimension == "" else check_short(dimension, "dimension")

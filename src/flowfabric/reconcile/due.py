@@ -39,6 +39,9 @@ class Due:
     has_pending_groups: bool
     has_due_cancellations: bool
     has_due_flows: bool
+    has_blocked: bool
+    has_quota_keys: bool
+    has_expired_guards: bool
     next_due_in_ms: int | None
 
 
@@ -97,5 +100,8 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         has_pending_groups=row["has_pending_groups"],
         has_due_cancellations=row["has_due_cancellations"],
         has_due_flows=oldest_projection_at is not None,
+        has_blocked=row["has_blocked"],
+        has_quota_keys=row["has_quota_keys"],
+        has_expired_guards=row["has_expired_guards"],
         next_due_in_ms=row["next_due_in_ms"],
     )

@@ -11,6 +11,7 @@ from flowfabric.engine.fleet import identities, sessions, workers
 from flowfabric.engine.flow import backlog, blocked, cascade, siblings, summary
 from flowfabric.engine.flow import retention as flow_retention
 from flowfabric.engine.lease import expire
+from flowfabric.engine.limit import block, quota
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.stream import expire as streams
 from flowfabric.engine.wait import timeout
@@ -118,6 +119,13 @@ SWEEPS = (
         is_woken_by_timers=True,
     ),
     Sweep(
+        "unblock",
+        lambda parts: parts.unblocking.unblock_batch(),
+        every=lambda settings: _seconds(settings.unblock_interval_s),
+        batch=block.PAGE_LIMIT,
+        is_due=lambda due: due.has_blocked,
+    ),
+    Sweep(
         "dependency_reconciler",
         lambda parts: parts.blocked.reconcile(),
         every=lambda settings: _seconds(settings.dependency_reconciler_interval_s),
@@ -155,6 +163,14 @@ SWEEPS = (
         is_gentle=True,
     ),
     Sweep(
+        "quota_reconciler",
+        lambda parts: parts.quotas.reconcile_batch(),
+        every=lambda settings: _seconds(settings.quota_reconciler_interval_s),
+        batch=quota.PAGE_LIMIT,
+        is_due=lambda due: due.has_quota_keys,
+        is_gentle=True,
+    ),
+    Sweep(
         "retention_trimmer",
         lambda parts: parts.retention.trim_batch(),
         every=lambda settings: _seconds(settings.retention_trimmer_interval_s),
@@ -184,6 +200,14 @@ SWEEPS = (
         every=lambda _: _seconds(60),
         batch=retention.PURGE_LIMIT,
         is_due=lambda due: due.has_expired_keys,
+        is_gentle=True,
+    ),
+    Sweep(
+        "quota_guard_expiry",
+        lambda parts: parts.quotas.purge_guards(),
+        every=lambda _: _seconds(60),
+        batch=quota.GUARD_LIMIT,
+        is_due=lambda due: due.has_expired_guards,
         is_gentle=True,
     ),
     Sweep(

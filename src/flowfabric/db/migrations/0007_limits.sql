@@ -117,18 +117,23 @@ create table slot_return (
   constraint slot_return_pkey primary key (quota_key_no, shard)
 ) with (fillfactor = 50);
 
--- The guard of an admitted execution: until then it takes no second token. has_slot: it holds a slot without a grant or a lease.
+-- The guard of an admitted execution: until then it takes no second token, unless it was released. has_slot: it holds a slot without a
+-- grant or a lease. A released guard is kept for its time: its token moves with the next admission.
 create table quota_admission (
+  quota_key_no  integer  not null,
   partition_key smallint not null,
   execution_id  uuid     not null,
-  quota_key_no  integer  not null,
   admitted_at   bigint   not null,
   guard_until   bigint   not null,
   has_slot      boolean  not null,
-  constraint quota_admission_pkey primary key (partition_key, execution_id, quota_key_no)
+  is_released   boolean  not null default false,
+  -- When its token was entered into the window; null: it took none.
+  token_at      bigint,
+  constraint quota_admission_pkey primary key (quota_key_no, execution_id)
 );
 create index quota_admission_due on quota_admission (guard_until);
-create index quota_admission_of_key on quota_admission (quota_key_no);
+create index quota_admission_execution on quota_admission (execution_id);
+create index quota_admission_slot on quota_admission (quota_key_no, guard_until) where has_slot;
 
 -- The budgets and quotas of a lane, a namespace, an execution kind or a flow.
 create table limit_attachment (
@@ -158,6 +163,7 @@ alter table queue
   add column quota_key_nos integer[] not null default '{}',
   add column budget_ids    uuid[]    not null default '{}',
   add column fair_key      text      not null default '';
+create index queue_of_quota_key on queue using gin (quota_key_nos);
 
 -- Null: the lane is not fair, or does not age.
 alter table lane
@@ -165,7 +171,7 @@ alter table lane
   add column fair_weights jsonb,
   add column ageing_ms    bigint;
 
--- The quota keys of which the execution holds a slot, and how many tokens of a rate it takes; null: none, and 1.
+-- The quota keys of which the execution holds a slot (null or empty: none), and how many tokens of a rate it takes (null: 1).
 alter table execution
   add column slot_keys    integer[],
   add column quota_weight bigint;

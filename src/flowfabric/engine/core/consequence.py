@@ -63,6 +63,8 @@ class Attachment(IntFlag):
     GRANT = 1
     SUSPENSION = 2
     STREAM = 4
+    SLOT = 8
+    """Slots of quotas: the statement that ends the lease returns them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +202,7 @@ class LeaseEnds:
         work: list[Work] = []
         streams: list[ExecutionId] = []
         entries: list[CascadeKey] = []
+        freed_lanes: set[str] = set()
         has_ended = has_lease_events = False
         for end, verdict in zip(ends, verdicts, strict=True):
             if verdict is DONE:
@@ -222,10 +225,14 @@ class LeaseEnds:
                     lost.append(LostLease(end.execution_id, epoch, LostReason(end.move.value)))
                 if verdict.attached & Attachment.STREAM:
                     streams.append(end.execution_id)
+                if verdict.freed_lane is not None:
+                    freed_lanes.add(verdict.freed_lane)
         if lost:
             wakeups.lost(lost)
         if work:
             wakeups.work(work)
+        for lane_id in sorted(freed_lanes):
+            wakeups.lane(lane_id)
         if has_ended:
             wakeups.ended()
         if entries:
@@ -281,6 +288,8 @@ class LeaseEnds:
         if completed:
             self._store.wakeups.ended()
             self._store.wakeups.events(EventFamily.LEASE)
+            for lane_id in row["freed_lanes"] or ():
+                self._store.wakeups.lane(lane_id)
             if row["event_ids"]:
                 self._store.wakeups.members_ended(
                     [CascadeKey(*key) for key in zip(row["entry_partitions"], row["event_ids"], strict=True)]
@@ -356,7 +365,7 @@ class LeaseEnds:
             elif code is None:
                 verdicts[nth - 1] = LOCKED
             elif code == "ok":
-                work = None if lane_id is None else Work(lane_id, route_no, queue_no, place)
+                work = None if route_no is None else Work(lane_id, route_no, queue_no, place)
                 verdicts[nth - 1] = Verdict(
                     code,
                     delay_until=delay_until,
@@ -364,6 +373,7 @@ class LeaseEnds:
                     work=work,
                     lease_epoch=lease_epoch,
                     attached=attached,
+                    freed_lane=lane_id if attached & Attachment.SLOT else None,
                 )
             else:
                 verdicts[nth - 1] = verdict_of(row)
@@ -392,6 +402,7 @@ class LeaseEnds:
 
     def _add_limits(self, columns: dict[str, Any]) -> None:
         columns["retention_ms"] = self._store.rules.retention_ms
+        columns["slot_shard"] = self._store.slot_shard
         columns["inline_payload_bytes"] = INLINE_PAYLOAD_BYTES
         columns["has_large_results"] = any_large(columns["payloads"])
 

@@ -68,7 +68,8 @@ held as materialized (
          coalesce(e.attempt_id, e.lease_id) as own_attempt_id, greatest(e.lease_expires_at, r.expires_at, t.expires_at) as expires_at,
          t.renewed_at,
          e.attempt_state in ('running_attempt', 'attempt_interrupted') as attempt_lives,
-         e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked') as was_ready,
+         e.eligibility_state in ('eligible_now', 'blocked_by_budget', 'blocked_by_quota')
+           or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked') as was_ready,
          i.to_eligibility = 'eligible_now' or i.to_ownership <> 'unowned' as becomes_ready,
          case
            when e.execution_id is null then null
@@ -94,7 +95,7 @@ held as materialized (
                 e.ownership_state, e.eligibility_state, e.terminal_outcome, e.attempt_state, e.public_state, e.lease_epoch,
                 e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count, e.worker_no, e.claim_no, e.claimed_at,
                 e.lease_expires_at, e.retention_ms, e.delay_until, e.last_transition_at, e.attempt_timeout_at,
-                e.suspension_timeout_at, e.deadline_at, e.granted_until, e.flow_id, e.instance_tag
+                e.suspension_timeout_at, e.deadline_at, e.granted_until, e.flow_id, e.instance_tag, e.slot_keys
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id
             for update skip locked) e on true
@@ -112,7 +113,7 @@ held as materialized (
 judged as materialized (
   select h.*, loses_lease or to_eligibility = 'blocked_by_dependencies' or (to_eligibility = 'eligible_now' and parks)
               or (ends and to_outcome <> 'success') as is_listed,
-         case when fence_verdict = 'ok' and attached <> 0 and not :is_thorough then 'attached' else fence_verdict end as verdict
+         case when fence_verdict = 'ok' and attached & ~8 <> 0 and not :is_thorough then 'attached' else fence_verdict end as verdict
     from held h
 ),
 moved as (
@@ -127,8 +128,9 @@ moved as (
          lease_renewed_at = case when h.loses_lease then h.renewed_at end,
          lease_id = case when h.ends or h.loses_lease then e.lease_id end,
          attempt_id = case when h.parks then h.own_attempt_id when h.ends or h.loses_lease then e.attempt_id end,
-         -- A set of bits: 1 is a grant, 2 an open suspension, 4 a stream, which is of one attempt.
-         attached = case when h.ends then 0 else (e.attached & case when h.retries then ~5 else ~1 end) | case when h.suspends then 2 else 0 end end,
+         -- A set of bits: 1 is a grant, 2 an open suspension, 4 a stream, which is of one attempt, 8 a slot, 16 a reservation.
+         attached = case when h.ends then 0 else (e.attached & case when h.retries then ~29 else ~25 end) | case when h.suspends then 2 else 0 end end,
+         slot_keys = null,
          retry_count = e.retry_count + h.retries::int,
          last_transition_at = case when h.loses_lease then e.last_transition_at else h.now end,
          last_mutation_at = case when h.loses_lease then h.now end,
@@ -162,6 +164,16 @@ moved as (
            when h.parks then 'delayed until ' || h.to_delay_until end
     from judged h
    where e.partition_key = any(array[h.partition_key]) and e.execution_id = h.execution_id and h.verdict = 'ok'
+),
+-- Every end of a lease returns its slots, and the end of an execution those of a grant.
+returned_slots as (
+  insert into slot_return as s (quota_key_no, shard, returned)
+  select k.quota_key_no, :slot_shard::smallint, count(*)
+    from judged h cross join lateral unnest(h.slot_keys) as k(quota_key_no)
+   where h.verdict = 'ok' and h.slot_keys is not null
+   group by k.quota_key_no
+   order by k.quota_key_no
+  on conflict (quota_key_no, shard) do update set returned = s.returned + excluded.returned
 ),
 inserted_results as (
   insert into execution_result (partition_key, execution_id, result_payload)
@@ -302,7 +314,8 @@ select 0 as nth, 'ok' as verdict, count(*) as ended, null as delay_until, null a
 union all
 select nth, verdict, 0, to_delay_until,
        case when to_eligibility = 'not_eligible_until_time' or suspends then coalesce(to_delay_until, timeout_at) - now end,
-       q.lane_id, q.route_no, queue_no, place, lease_epoch, attached,
+       -- The lane also of an execution that cannot be claimed, if it has returned slots.
+       q.lane_id, case when h.becomes_ready then q.route_no end, queue_no, place, lease_epoch, attached,
        case when verdict = 'execution_not_active' then jsonb_build_object(
          'terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'attempt_state', attempt_state,
          'lease_epoch', lease_epoch, 'attempt_id', own_attempt_id, 'attempt_count', attempt_count,
@@ -311,15 +324,15 @@ select nth, verdict, 0, to_delay_until,
   from judged h
   left join lateral (
        select l.lane_id, q.route_no from queue q join lane l using (lane_no)
-        where q.queue_no = h.queue_no and h.verdict = 'ok' and h.becomes_ready) q on true
+        where q.queue_no = h.queue_no and h.verdict = 'ok' and (h.becomes_ready or h.slot_keys is not null)) q on true
  where verdict is distinct from 'ok' or not ends or attached <> 0
 union all
 select null, 'queued', event_id, partition_key, null, null, null, null, null, null, null, to_jsonb(execution_id)
   from inserted_entries_of_cascade;
 
 -- name: complete_leases
--- Completes the leases whose fence is current and whose execution has no attachment, and returns their positions; the caller
--- gives the others to end_leases. Waits at most 50 ms for a locked row, long enough for a competing claim to commit. Reads the
+-- Completes the leases whose fence is current and whose execution has no attachment except slots, which are returned. Returns their
+-- positions, and the lanes in which slots became free; the caller gives the others to end_leases. Waits at most 50 ms for a locked row, long enough for a competing claim to commit. Reads the
 -- clock again for each row, as the lease may expire during the wait.
 with clock as materialized (select ff_now() as now, set_config('lock_timeout', '50ms', true)),
 item as materialized (
@@ -336,14 +349,16 @@ moved as (
   update execution e
      set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = :to_eligibility,
          blocking_reason = :to_blocking, terminal_outcome = :to_outcome, attempt_state = :to_attempt,
-         last_transition_at = i.now, last_mutation_at = null,
+         last_transition_at = i.now, last_mutation_at = null, attached = 0,
+         -- An empty array instead of null tells `returning` that there were slots, so that only then the old row is read again.
+         slot_keys = case when e.slot_keys is not null then '{}'::int[] end,
          result_payload = case when octet_length(i.payload) <= :inline_payload_bytes then i.payload end
     from item i
    where e.partition_key = any(array[i.partition_key]) and e.execution_id = i.execution_id
      and e.lease_epoch = i.lease_epoch and e.ownership_state = 'leased' and e.lease_id = i.lease_id
-     and coalesce(e.attempt_id, e.lease_id) = i.attempt_id and e.attached = 0
-     -- If the row changed after the statement began, the tags that the statement reads may be old.
-     and (not e.has_tags or e.ctid = (
+     and coalesce(e.attempt_id, e.lease_id) = i.attempt_id and e.attached in (0, 8)
+     -- If the row changed after the statement began, the tags and the slots that the statement reads may be old.
+     and (not (e.has_tags or e.attached <> 0) or e.ctid = (
           select x.ctid from execution x where x.partition_key = e.partition_key and x.execution_id = e.execution_id))
      and (e.lease_expires_at > ff_now() or exists (
           select from claim r
@@ -353,7 +368,19 @@ moved as (
             e.attempt_timeout_at, case when octet_length(i.payload) > :inline_payload_bytes then i.payload end as large_payload,
             case when e.has_tags then (
               select jsonb_object_agg(t.key, t.value) from execution_tag t
-               where t.partition_key = e.partition_key and t.execution_id = e.execution_id) end as tags
+               where t.partition_key = e.partition_key and t.execution_id = e.execution_id) end as tags,
+            case when e.slot_keys is not null then (
+              select x.slot_keys from execution x
+               where x.partition_key = e.partition_key and x.execution_id = e.execution_id) end as slot_keys
+),
+returned_slots as (
+  insert into slot_return as s (quota_key_no, shard, returned)
+  select k.quota_key_no, :slot_shard::smallint, count(*)
+    from moved m cross join lateral unnest(m.slot_keys) as k(quota_key_no)
+   where m.slot_keys is not null
+   group by k.quota_key_no
+   order by k.quota_key_no
+  on conflict (quota_key_no, shard) do update set returned = s.returned + excluded.returned
 ),
 inserted_results as (
   insert into execution_result (partition_key, execution_id, result_payload)
@@ -394,4 +421,8 @@ inserted_entries as (
   returning partition_key, event_id
 )
 select (select array_agg(nth) from moved) as completed, (select array_agg(partition_key) from inserted_entries) as entry_partitions,
-       (select array_agg(event_id) from inserted_entries) as event_ids;
+       (select array_agg(event_id) from inserted_entries) as event_ids,
+       (select array_agg(distinct q.lane_id)
+          from moved m
+         cross join lateral (select l.lane_id from queue q join lane l using (lane_no) where q.queue_no = m.queue_no limit 1) q
+         where m.slot_keys is not null) as freed_lanes;

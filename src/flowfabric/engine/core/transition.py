@@ -211,6 +211,32 @@ PROMOTED: Mapping[str, str] = {
 }
 """The dimensions that a promotion changes."""
 
+UNBLOCKED: Mapping[str, str] = {
+    **PROMOTED,
+    "delayed_eligibility": EligibilityState.NOT_ELIGIBLE_UNTIL_TIME,
+    "delayed_blocking": BlockingReason.WAITING_FOR_DELAY,
+    "backoff_blocking": BlockingReason.WAITING_FOR_RETRY_BACKOFF,
+    "dependent_eligibility": EligibilityState.BLOCKED_BY_DEPENDENCIES,
+    "dependent_blocking": BlockingReason.WAITING_FOR_CHILDREN,
+}
+"""The dimensions that an unblocked execution gets: claimable, or still delayed, or still waiting for dependencies."""
+BLOCKS: Mapping[BlockingReason, EligibilityState] = {
+    BlockingReason.WAITING_FOR_BUDGET: EligibilityState.BLOCKED_BY_BUDGET,
+    BlockingReason.WAITING_FOR_QUOTA: EligibilityState.BLOCKED_BY_QUOTA,
+    BlockingReason.WAITING_FOR_CAPABLE_WORKER: EligibilityState.BLOCKED_BY_ROUTE,
+    BlockingReason.PAUSED_BY_OPERATOR: EligibilityState.BLOCKED_BY_OPERATOR,
+    BlockingReason.PAUSED_BY_POLICY: EligibilityState.BLOCKED_BY_LANE_STATE,
+}
+"""The reasons for which a runnable execution can be blocked, and the dimension that says so."""
+LIMITED_STATES = frozenset({EligibilityState.BLOCKED_BY_BUDGET, EligibilityState.BLOCKED_BY_QUOTA})
+"""Blocked by a limit: the entry of ready stays, so that a claim that admits can lease the execution directly."""
+
+
+def block_parameters(reason: BlockingReason) -> Mapping[str, str]:
+    """The dimensions that change when an execution is blocked for a reason."""
+    return {"to_eligibility": BLOCKS[reason], "to_blocking": reason}
+
+
 REPLAYED = Target(
     phase=LifecyclePhase.RUNNABLE,
     eligibility=EligibilityState.ELIGIBLE_NOW,

@@ -1,6 +1,6 @@
 """The worker registry: the live workers with their lanes, capabilities, kinds and namespaces."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
@@ -32,8 +32,9 @@ MAX_LIMIT = 10_000
 class Workers:
     """The operations on the worker registry."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, on_registered: Callable[[], Awaitable[None]]) -> None:
         self._store = store
+        self._on_registered = on_registered
 
     async def register_worker(
         self,
@@ -79,6 +80,7 @@ class Workers:
                 f"instance_id reassigned: {worker_instance_id!r} is registered by another worker_id;"
                 " use another worker_instance_id, or wait until that registration expires",
             )
+        await self._on_registered()
         return Registered() if rows[0]["is_fresh"] else Refreshed()
 
     async def heartbeat_worker(self, *, worker_instance_id: str, namespace: str) -> Refreshed | NotRegistered:

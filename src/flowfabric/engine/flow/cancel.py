@@ -187,7 +187,7 @@ class FlowCancel:
             owed: list[ExecutionId] = []
             for start in range(0, len(covered), MEMBER_CHUNK):
                 chunk = covered[start : start + MEMBER_CHUNK]
-                owed += [locked.member(uuid) for uuid in await _hold(transaction, locked, policy, chunk)]
+                owed += [locked.member(uuid) for uuid in await self._hold(transaction, locked, policy, chunk)]
             await transaction.fetch(
                 SQL.set_flow_cancelled,
                 partition_key=partition,
@@ -209,6 +209,24 @@ class FlowCancel:
         if header.is_new:
             self._store.wakeups.events(EventFamily.OPERATOR)
         return header
+
+    async def _hold(
+        self, transaction: Transaction, flow: LockedFlow, policy: CancellationPolicy, uuids: Sequence[UUID]
+    ) -> list[UUID]:
+        """Lock members and hold back those that the policy covers; return these."""
+        rows = await transaction.fetch(SQL.lock_members, partition_key=flow.partition_key, execution_ids=uuids)
+        # A member may have moved while the statement waited for it, so its locked row decides.
+        owed = [row["execution_id"] for row in rows if covers(policy, row["lifecycle_phase"])]
+        if owed:
+            await transaction.fetch(
+                SQL.hold_owed_members,
+                partition_key=flow.partition_key,
+                flow_id=flow.flow_id,
+                execution_ids=owed,
+                slot_shard=self._store.slot_shard,
+                **HELD_FOR_CANCEL,
+            )
+        return owed
 
     def _create_task(self, work: Coroutine[Any, Any, Answer]) -> "asyncio.Task[Answer]":
         task = create_shared_task(work)
@@ -256,24 +274,6 @@ async def _stored(transaction: Transaction, locked: LockedFlow, limit: int) -> _
         members=[locked.member(row["execution_id"]) for row in rows],
         is_new=False,
     )
-
-
-async def _hold(
-    transaction: Transaction, flow: LockedFlow, policy: CancellationPolicy, uuids: Sequence[UUID]
-) -> list[UUID]:
-    """Lock members and hold back those that the policy covers; return these."""
-    rows = await transaction.fetch(SQL.lock_members, partition_key=flow.partition_key, execution_ids=uuids)
-    # A member may have moved while the statement waited for it, so its locked row decides.
-    owed = [row["execution_id"] for row in rows if covers(policy, row["lifecycle_phase"])]
-    if owed:
-        await transaction.fetch(
-            SQL.hold_owed_members,
-            partition_key=flow.partition_key,
-            flow_id=flow.flow_id,
-            execution_ids=owed,
-            **HELD_FOR_CANCEL,
-        )
-    return owed
 
 
 def _wait_seconds(wait: object) -> float | None:

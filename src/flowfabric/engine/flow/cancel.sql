@@ -25,7 +25,7 @@ member as materialized (
     from unnest(:execution_ids::uuid[]) as i(execution_id)
    cross join clock c
    cross join lateral (
-         select e.partition_key, e.execution_id, e.queue_no, e.place, e.attached & 1 <> 0 as has_grant,
+         select e.partition_key, e.execution_id, e.queue_no, e.place, e.attached & 1 <> 0 as has_grant, e.slot_keys,
                 e.lifecycle_phase in ('submitted', 'runnable') as is_runnable, e.eligibility_state,
                 e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked') as is_lost
            from execution e
@@ -40,17 +40,27 @@ held as (
   update execution e
      set eligibility_state = case when m.is_runnable then :to_eligibility::eligibility_state else e.eligibility_state end,
          blocking_reason = :to_blocking, blocking_detail = 'its flow is cancelled', delay_until = null, granted_until = null,
-         attached = e.attached & ~1,
+         attached = e.attached & ~9, slot_keys = null,
          last_transition_at = case when m.is_runnable then m.now else e.last_transition_at end,
          last_mutation_at = case when not m.is_runnable then m.now end
     from member m
    where m.is_held and e.partition_key = any(array[m.partition_key]) and e.execution_id = m.execution_id
 ),
+-- The slots of the grants.
+returned_slots as (
+  insert into slot_return as s (quota_key_no, shard, returned)
+  select k.quota_key_no, :slot_shard::smallint, count(*)
+    from member m cross join lateral unnest(m.slot_keys) as k(quota_key_no)
+   where m.is_held and m.slot_keys is not null
+   group by k.quota_key_no
+   order by k.quota_key_no
+  on conflict (quota_key_no, shard) do update set returned = s.returned + excluded.returned
+),
 with_entry as materialized (
   select m.place, m.queue_no, q.route_no
     from member m
    cross join lateral (select q.route_no from queue q where q.queue_no = m.queue_no limit 1) q
-   where m.is_held and (m.is_lost or m.eligibility_state = 'eligible_now')
+   where m.is_held and (m.is_lost or m.eligibility_state in ('eligible_now', 'blocked_by_budget', 'blocked_by_quota'))
 ),
 -- Entries are looked up by the columns of both indexes, so that the planner can use either.
 deleted_entries as (

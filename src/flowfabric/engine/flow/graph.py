@@ -261,6 +261,7 @@ class Graph:
                     partition_key=partition,
                     execution_id=row["downstream_id"],
                     detail=f"{count} dep(s) unresolved incl {edge}",
+                    slot_shard=self._store.slot_shard,
                     **BLOCKED_BY_DEPENDENCIES,
                 )
             return DependencyApplied(unsatisfied_count=count), await self._resolve(transaction, locked, edge, row)

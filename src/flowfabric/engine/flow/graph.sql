@@ -138,7 +138,7 @@ returning g.applied_count - g.succeeded_count - g.failed_count - g.skipped_count
 -- stops the timer of its delay; the time of the delay stays.
 with clock as materialized (select ff_now() as now),
 held as materialized (
-  select e.partition_key, e.execution_id, e.eligibility_state, e.queue_no, e.place, e.attached,
+  select e.partition_key, e.execution_id, e.eligibility_state, e.queue_no, e.place, e.attached, e.slot_keys,
          (select q.route_no from queue q where q.queue_no = e.queue_no) as route_no
     from execution e
    where e.partition_key = :partition_key and e.execution_id = :execution_id
@@ -146,15 +146,25 @@ held as materialized (
 blocked as (
   update execution e
      set eligibility_state = :to_eligibility, blocking_reason = :to_blocking, blocking_detail = :detail, granted_until = null,
-         attached = e.attached & ~1,
+         attached = e.attached & ~9, slot_keys = null,
          last_transition_at = case when h.eligibility_state = :to_eligibility then e.last_transition_at else c.now end,
          last_mutation_at = case when h.eligibility_state = :to_eligibility then c.now end
     from held h cross join clock c
    where e.partition_key = any(array[h.partition_key]) and e.execution_id = h.execution_id
 ),
+-- The slots of the grant.
+returned_slots as (
+  insert into slot_return as s (quota_key_no, shard, returned)
+  select k.quota_key_no, :slot_shard::smallint, count(*)
+    from held h cross join lateral unnest(h.slot_keys) as k(quota_key_no)
+   where h.slot_keys is not null
+   group by k.quota_key_no
+   order by k.quota_key_no
+  on conflict (quota_key_no, shard) do update set returned = s.returned + excluded.returned
+),
 taken as (
   delete from ready r using held h
-   where h.eligibility_state = 'eligible_now'
+   where h.eligibility_state in ('eligible_now', 'blocked_by_budget', 'blocked_by_quota')
      and r.route_no = any(array[h.route_no]) and r.queue_no = any(array[h.queue_no]) and r.place = h.place
 ),
 grants as (

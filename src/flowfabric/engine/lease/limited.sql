@@ -74,7 +74,10 @@ limited as materialized (
                        select p.* from quota_policy p
                         where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p
                  cross join lateral (
-                       select coalesce(sum(t.returned), 0) as returned from slot_return t where t.quota_key_no = k.quota_key_no offset 0) t
+                       select coalesce(sum(t.returned), 0) + (
+                                select count(*) from quota_admission g
+                                 where g.quota_key_no = k.quota_key_no and g.has_slot and g.guard_until <= (select now from clock)) as returned
+                         from slot_return t where t.quota_key_no = k.quota_key_no offset 0) t
                  cross join lateral (
                        select coalesce(sum(w.tokens), 0) as tokens, min(w.at) - s.since as retry_after_ms
                          from (select (select now from clock) - coalesce(nullif(p.window_seconds, 0), 60) * 1000 as since) s
@@ -103,8 +106,8 @@ picked as materialized (
                  or (s.nth_of_queue = 1 and e.eligibility_state = 'eligible_now')
                  or (e.attempt_count > 0 and exists (
                        select from quota_admission g
-                        where g.partition_key = e.partition_key and g.execution_id = e.execution_id
-                          and g.quota_key_no = any(s.quota_key_nos) and g.guard_until > (select now from clock))))
+                        where g.quota_key_no = any(s.quota_key_nos) and g.execution_id = e.execution_id
+                          and not g.is_released and g.guard_until > (select now from clock))))
             for update skip locked) e
    limit :limit
 )

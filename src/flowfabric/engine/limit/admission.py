@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
@@ -33,14 +34,23 @@ class Key(KeyState):
         self.sweep(row["now"])
 
 
+class Guard(NamedTuple):
+    """The guard of an execution: whether it is live, so that no second token is taken, and whether it holds a slot."""
+
+    is_live: bool
+    has_slot: bool
+
+
+_NO_GUARD = Guard(is_live=False, has_slot=False)
+
+
 @dataclass(kw_only=True, slots=True)
 class Claiming:
     """The state of one admission: the locked keys, the guards, and what has to be stored."""
 
     now: int
     keys: dict[int, Key]
-    guards: dict[tuple[int, UUID], bool]
-    """The live guards, and whether each holds a slot."""
+    guards: dict[tuple[int, UUID], Guard]
     guarded: list[tuple[int, Candidate, int]]
     """The guards to write: quota key, execution, and until when; 0 keeps the time."""
 
@@ -59,17 +69,25 @@ class Claiming:
             if key.limits.active_concurrency_cap:
                 slot_keys.append(key_no)
                 key.slots += needs_slot
+            guard = self._guard(candidate, key_no)
             if needs_token and key.limits.max_requests_per_window:
                 self.guarded.append((key_no, candidate, self.now + key.limits.window_ms))
-            elif self.guards.get((key_no, candidate.execution_id)):
+            elif guard.has_slot:
                 # The slot of the guard passes to the lease.
                 self.guarded.append((key_no, candidate, 0))
+            if guard.has_slot and not guard.is_live:
+                # The slot of an expired guard was free already.
+                key.slots -= 1
         return Admitted(slot_keys=slot_keys)
+
+    def _guard(self, candidate: Candidate, key_no: int) -> Guard:
+        return self.guards.get((key_no, candidate.execution_id), _NO_GUARD)
 
     def _needs(self, candidate: Candidate, key_no: int) -> tuple[bool, bool]:
         """Whether an execution needs a token and a slot of a key."""
-        has_slot = self.guards.get((key_no, candidate.execution_id))
-        return has_slot is None, not has_slot and key_no not in candidate.slot_keys
+        guard = self._guard(candidate, key_no)
+        has_slot = (guard.is_live and guard.has_slot) or key_no in candidate.slot_keys
+        return not guard.is_live, not has_slot
 
 
 class Admission:
@@ -80,7 +98,7 @@ class Admission:
         key_nos = sorted({key_no for candidate in candidates for key_no in candidate.quota_key_nos})
         claiming = Claiming(now=0, keys={}, guards={}, guarded=[])
         if key_nos:
-            rows = await transaction.fetch(SQL.lock_quota_keys, quota_key_nos=key_nos)
+            rows = await transaction.fetch(SQL.lock_admitting_keys, quota_key_nos=key_nos)
             claiming.keys = {row["quota_key_no"]: Key(row) for row in rows}
             claiming.now = max(row["now"] for row in rows)
             await self._read_guards(transaction, claiming, candidates)
@@ -111,14 +129,13 @@ class Admission:
         if pairs:
             rows = await transaction.fetch(
                 SQL.list_guards,
-                partition_keys=[candidate.partition_key for _, candidate in pairs],
-                execution_ids=[candidate.execution_id for _, candidate in pairs],
                 quota_key_nos=[key_no for key_no, _ in pairs],
+                execution_ids=[candidate.execution_id for _, candidate in pairs],
                 now=claiming.now,
             )
             for row in rows:
                 key_no, candidate = pairs[row["at"]]
-                claiming.guards[key_no, candidate.execution_id] = row["has_slot"]
+                claiming.guards[key_no, candidate.execution_id] = Guard(row["is_live"], row["has_slot"])
 
     @staticmethod
     async def _book(transaction: Transaction, claiming: Claiming) -> None:

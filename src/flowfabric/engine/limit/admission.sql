@@ -1,9 +1,11 @@
--- name: lock_quota_keys
+-- name: lock_admitting_keys
 -- Locks quota keys in order, and reads their limits and what they have admitted. Slots given back since the statement began are not
--- seen: the number in use is never too low. Keys of undefined quotas have no limits.
+-- seen: the number in use is never too low. The slots of expired guards are free. Keys of undefined quotas have no limits.
 with clock as materialized (select ff_now() as now)
 select k.quota_key_no, k.quota_policy_id,
-       k.taken - coalesce((select sum(t.returned) from slot_return t where t.quota_key_no = k.quota_key_no), 0)::bigint as used,
+       k.taken - coalesce((select sum(t.returned) from slot_return t where t.quota_key_no = k.quota_key_no), 0)::bigint
+         - (select count(*) from quota_admission g
+             where g.quota_key_no = k.quota_key_no and g.has_slot and g.guard_until <= c.now) as used,
        k.window_ats, k.window_tokens, p.window_seconds, p.max_requests_per_window, p.max_concurrent, p.jitter_ms,
        (select true from quota_admission g where g.quota_key_no = k.quota_key_no limit 1) is not null as has_guards, c.now
   from quota_key k
@@ -16,14 +18,12 @@ select k.quota_key_no, k.quota_policy_id,
    for update of k;
 
 -- name: list_guards
--- Which of the given pairs of execution and quota key have an admission that still holds.
-select i.nth - 1 as at, g.has_slot
-  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :quota_key_nos::int[])
-       with ordinality as i(partition_key, execution_id, quota_key_no, nth)
+-- The guards of the given pairs of quota key and execution: whether they are live, and hold a slot.
+select i.nth - 1 as at, g.guard_until > :now and not g.is_released as is_live, g.has_slot
+  from unnest(:quota_key_nos::int[], :execution_ids::uuid[]) with ordinality as i(quota_key_no, execution_id, nth)
  cross join lateral (
-       select g.has_slot, g.guard_until from quota_admission g
-        where g.partition_key = i.partition_key and g.execution_id = i.execution_id and g.quota_key_no = i.quota_key_no limit 1) g
- where g.guard_until > :now;
+       select g.has_slot, g.guard_until, g.is_released from quota_admission g
+        where g.quota_key_no = i.quota_key_no and g.execution_id = i.execution_id limit 1) g;
 
 -- name: book
 -- Stores what locked quota keys have admitted, and the guards of executions that took a token.
@@ -35,12 +35,14 @@ with booked as (
          as i(quota_key_no, slots, window_ats, window_tokens)
    where k.quota_key_no = any(array[i.quota_key_no])
 )
-insert into quota_admission as g (partition_key, execution_id, quota_key_no, admitted_at, guard_until, has_slot)
-select partition_key, execution_id, quota_key_no, :now, guard_until, false
+insert into quota_admission as g (quota_key_no, partition_key, execution_id, admitted_at, guard_until, token_at, has_slot)
+select quota_key_no, partition_key, execution_id, :now, guard_until, :now, false
   from unnest(:guard_keys::int[], :partition_keys::smallint[], :execution_ids::uuid[], :guards_until::bigint[])
        as i(quota_key_no, partition_key, execution_id, guard_until)
-on conflict (partition_key, execution_id, quota_key_no) do update
+on conflict (quota_key_no, execution_id) do update
    set admitted_at = case when excluded.guard_until > 0 then excluded.admitted_at else g.admitted_at end,
+       token_at = case when excluded.guard_until > 0 then excluded.token_at else g.token_at end,
+       is_released = g.is_released and excluded.guard_until = 0,
        guard_until = greatest(g.guard_until, excluded.guard_until), has_slot = false;
 
 -- name: mark_denied
@@ -97,7 +99,7 @@ freed as (
 ),
 returned as (
   insert into slot_return as s (quota_key_no, shard, returned)
-  select n.quota_key_no, :shard, count(*) from freed f cross join lateral unnest(f.slot_keys) as n(quota_key_no)
+  select n.quota_key_no, :slot_shard, count(*) from freed f cross join lateral unnest(f.slot_keys) as n(quota_key_no)
    group by n.quota_key_no order by n.quota_key_no
   on conflict (quota_key_no, shard) do update set returned = s.returned + excluded.returned
 )

@@ -48,11 +48,6 @@ batch as (
            where public_state = 'waiting_children' and 'waiting_children' = any(:states) order by at offset 0) l
    group by l.partition_key
   union all
-  select l.partition_key, array_agg(l.execution_id), null, null
-    from (select partition_key, execution_id from listed
-           where public_state = 'rate_limited' and 'rate_limited' = any(:states) order by at offset 0) l
-   group by l.partition_key
-  union all
   -- A claim keeps the ids of executions that are no longer leased under it until it is removed.
   select partition_key, execution_ids, claim_no, null from claim where 'active' = any(:states)
   union all
@@ -94,9 +89,10 @@ tally as (
          offset 0) e
    group by e.queue_no, e.public_state
   union all
-  -- Executions that lost their lease or are resumable also have an entry in ready, which was counted as waiting: subtract it.
+  -- Executions that lost their lease, are resumable or are blocked by a limit also have an entry in ready, which was counted as waiting:
+  -- subtract it.
   select e.queue_no, s.public_state, s.executions
-    from unnest('{waiting,active,resumable}'::public_state[]) as w(public_state)
+    from unnest('{waiting,active,resumable,rate_limited}'::public_state[]) as w(public_state)
    cross join lateral (
          select partition_key, execution_id from listed where public_state = w.public_state order by at offset 0) l
    cross join lateral (
@@ -108,7 +104,7 @@ tally as (
          select e.public_state, 1 as executions
          union all
          select 'waiting', -1 from ready r where r.route_no = q.route_no and r.queue_no = e.queue_no and r.place = e.place) s
-   where w.public_state = any(:states) or ('waiting' = any(:states) and w.public_state in ('active', 'resumable'))
+   where w.public_state = any(:states) or ('waiting' = any(:states) and w.public_state in ('active', 'resumable', 'rate_limited'))
 )
 -- include: groups
 ;
