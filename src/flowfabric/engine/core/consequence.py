@@ -27,6 +27,7 @@ from flowfabric.model.retry import may_retry, retry_delay_ms
 from flowfabric.model.states import BlockingReason, LifecyclePhase
 
 SQL = statements_beside(__file__)
+_read_keys = msgspec.json.Decoder(tuple[int, ...]).decode
 
 _COLUMNS = (
     "partition_keys",
@@ -202,7 +203,7 @@ class LeaseEnds:
         work: list[Work] = []
         streams: list[ExecutionId] = []
         entries: list[CascadeKey] = []
-        freed_lanes: set[str] = set()
+        freed: set[int] = set()
         has_ended = has_lease_events = False
         for end, verdict in zip(ends, verdicts, strict=True):
             if verdict is DONE:
@@ -225,14 +226,13 @@ class LeaseEnds:
                     lost.append(LostLease(end.execution_id, epoch, LostReason(end.move.value)))
                 if verdict.attached & Attachment.STREAM:
                     streams.append(end.execution_id)
-                if verdict.freed_lane is not None:
-                    freed_lanes.add(verdict.freed_lane)
+                freed.update(verdict.slot_keys)
         if lost:
             wakeups.lost(lost)
         if work:
             wakeups.work(work)
-        for lane_id in sorted(freed_lanes):
-            wakeups.lane(lane_id)
+        if freed:
+            wakeups.room(sorted(freed))
         if has_ended:
             wakeups.ended()
         if entries:
@@ -288,8 +288,8 @@ class LeaseEnds:
         if completed:
             self._store.wakeups.ended()
             self._store.wakeups.events(EventFamily.LEASE)
-            for lane_id in row["freed_lanes"] or ():
-                self._store.wakeups.lane(lane_id)
+            if row["freed_keys"]:
+                self._store.wakeups.room(row["freed_keys"])
             if row["event_ids"]:
                 self._store.wakeups.members_ended(
                     [CascadeKey(*key) for key in zip(row["entry_partitions"], row["event_ids"], strict=True)]
@@ -365,7 +365,7 @@ class LeaseEnds:
             elif code is None:
                 verdicts[nth - 1] = LOCKED
             elif code == "ok":
-                work = None if route_no is None else Work(lane_id, route_no, queue_no, place)
+                work = None if lane_id is None else Work(lane_id, route_no, queue_no, place)
                 verdicts[nth - 1] = Verdict(
                     code,
                     delay_until=delay_until,
@@ -373,7 +373,7 @@ class LeaseEnds:
                     work=work,
                     lease_epoch=lease_epoch,
                     attached=attached,
-                    freed_lane=lane_id if attached & Attachment.SLOT else None,
+                    slot_keys=_read_keys(found) if found else (),
                 )
             else:
                 verdicts[nth - 1] = verdict_of(row)

@@ -314,9 +314,8 @@ select 0 as nth, 'ok' as verdict, count(*) as ended, null as delay_until, null a
 union all
 select nth, verdict, 0, to_delay_until,
        case when to_eligibility = 'not_eligible_until_time' or suspends then coalesce(to_delay_until, timeout_at) - now end,
-       -- The lane also of an execution that cannot be claimed, if it has returned slots.
-       q.lane_id, case when h.becomes_ready then q.route_no end, queue_no, place, lease_epoch, attached,
-       case when verdict = 'execution_not_active' then jsonb_build_object(
+       q.lane_id, q.route_no, queue_no, place, lease_epoch, attached,
+       case when verdict = 'ok' then to_jsonb(slot_keys) when verdict = 'execution_not_active' then jsonb_build_object(
          'terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'attempt_state', attempt_state,
          'lease_epoch', lease_epoch, 'attempt_id', own_attempt_id, 'attempt_count', attempt_count,
          -- A retry that is already claimable has no delay_until; it became claimable at its last transition.
@@ -324,7 +323,7 @@ select nth, verdict, 0, to_delay_until,
   from judged h
   left join lateral (
        select l.lane_id, q.route_no from queue q join lane l using (lane_no)
-        where q.queue_no = h.queue_no and h.verdict = 'ok' and (h.becomes_ready or h.slot_keys is not null)) q on true
+        where q.queue_no = h.queue_no and h.verdict = 'ok' and h.becomes_ready) q on true
  where verdict is distinct from 'ok' or not ends or attached <> 0
 union all
 select null, 'queued', event_id, partition_key, null, null, null, null, null, null, null, to_jsonb(execution_id)
@@ -332,8 +331,8 @@ select null, 'queued', event_id, partition_key, null, null, null, null, null, nu
 
 -- name: complete_leases
 -- Completes the leases whose fence is current and whose execution has no attachment except slots, which are returned. Returns their
--- positions, and the lanes in which slots became free; the caller gives the others to end_leases. Waits at most 50 ms for a locked row, long enough for a competing claim to commit. Reads the
--- clock again for each row, as the lease may expire during the wait.
+-- positions, and the quota keys of which slots became free; the caller gives the others to end_leases. Waits at most 50 ms for a locked
+-- row, long enough for a competing claim to commit. Reads the clock again for each row, as the lease may expire during the wait.
 with clock as materialized (select ff_now() as now, set_config('lock_timeout', '50ms', true)),
 item as materialized (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
@@ -381,6 +380,7 @@ returned_slots as (
    group by k.quota_key_no
    order by k.quota_key_no
   on conflict (quota_key_no, shard) do update set returned = s.returned + excluded.returned
+  returning s.quota_key_no
 ),
 inserted_results as (
   insert into execution_result (partition_key, execution_id, result_payload)
@@ -422,7 +422,4 @@ inserted_entries as (
 )
 select (select array_agg(nth) from moved) as completed, (select array_agg(partition_key) from inserted_entries) as entry_partitions,
        (select array_agg(event_id) from inserted_entries) as event_ids,
-       (select array_agg(distinct q.lane_id)
-          from moved m
-         cross join lateral (select l.lane_id from queue q join lane l using (lane_no) where q.queue_no = m.queue_no limit 1) q
-         where m.slot_keys is not null) as freed_lanes;
+       (select array_agg(quota_key_no) from returned_slots) as freed_keys;

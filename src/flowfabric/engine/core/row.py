@@ -62,8 +62,8 @@ class Verdict(msgspec.Struct, frozen=True):
     lease_epoch: int | None = None
     attached: int = 0
     """The attachments of the execution when its lease or the execution ended."""
-    freed_lane: str | None = None
-    """The lane of the execution, if slots of quotas were returned."""
+    slot_keys: tuple[int, ...] = ()
+    """The quota keys of which it has returned a slot."""
     entry: CascadeKey | None = None
     """What the cascade has to settle, if a member of a flow has ended."""
 

@@ -248,21 +248,6 @@ REPLAYED_BLOCKED = replace(
 )
 """An ended execution that runs again, at once or once its dependencies are satisfied."""
 
-ADMISSION_BLOCKS: Mapping[BlockingReason, EligibilityState] = {
-    BlockingReason.WAITING_FOR_BUDGET: EligibilityState.BLOCKED_BY_BUDGET,
-    BlockingReason.WAITING_FOR_QUOTA: EligibilityState.BLOCKED_BY_QUOTA,
-    BlockingReason.WAITING_FOR_CAPABLE_WORKER: EligibilityState.BLOCKED_BY_ROUTE,
-    BlockingReason.PAUSED_BY_OPERATOR: EligibilityState.BLOCKED_BY_OPERATOR,
-    BlockingReason.PAUSED_BY_POLICY: EligibilityState.BLOCKED_BY_LANE_STATE,
-}
-"""The eligibility of a runnable execution that is blocked for each of these reasons."""
-
-UNBLOCKED: Mapping[str, str] = {
-    "to_eligibility": EligibilityState.ELIGIBLE_NOW,
-    "to_blocking": BlockingReason.WAITING_FOR_WORKER,
-}
-"""The dimensions that change when nothing blocks a runnable execution any more."""
-
 HELD_FOR_CANCEL: Mapping[str, str] = {
     "to_eligibility": EligibilityState.BLOCKED_BY_OPERATOR,
     "to_blocking": BlockingReason.PAUSED_BY_FLOW_CANCEL,

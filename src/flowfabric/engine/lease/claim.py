@@ -237,6 +237,7 @@ class Claim:
                     least_ahead_ms=LEAST_AHEAD_MS,
                     skipped=refused,
                     known_queues=self._queues.known,
+                    knows_queues=False,
                     lease_ids=mint_uuid_texts(left),
                     **RECLAIM_LIMITS,
                     **CLAIM_PARAMETERS,

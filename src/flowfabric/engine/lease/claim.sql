@@ -266,7 +266,7 @@ inserted_events as (
 )
 
 -- fragment: answer
--- What a worker gets for each lease; lane and kind are null for queues that it has cached. The branch of a resumed attempt is
+-- What a worker gets for each lease; lane and kind are null for queues that it has cached, which are all with :knows_queues. The branch of a resumed attempt is
 -- 'parked' if it gave up its lease in another way than by a suspension. The suspension is looked up by a scalar subquery, because
 -- the planner would hash the whole table for an "exists".
 select case when branch = 'resumed' and (
@@ -274,10 +274,10 @@ select case when branch = 'resumed' and (
                where s.partition_key = l.partition_key and s.execution_id = l.execution_id and s.suspension_id = l.suspension_id
               ) is distinct from l.attempt_count - 1
          then 'parked' else branch end as branch, partition_key, execution_id, route_no, queue_no, place,
-       case when queue_no <> all(:known_queues::int[]) then (
+       case when not :knows_queues::boolean and queue_no <> all(:known_queues::int[]) then (
          select a.lane_id from queue q join lane a using (lane_no) where q.queue_no = l.queue_no) end as lane_id, retry_count,
        lease_id, lease_epoch, attempt_id, attempt_type, attempt_count - 1 as attempt_index, (select now from clock) as now,
-       case when queue_no <> all(:known_queues) then (
+       case when not :knows_queues and queue_no <> all(:known_queues) then (
          select k.execution_kind from queue q join kind k using (kind_no) where q.queue_no = l.queue_no) end as execution_kind,
        coalesce(input_payload, (
          select i.input_payload from execution_input i

@@ -272,6 +272,7 @@ class NamedClaims:
             reason=reason,
             slot_keys=slot_keys or None,
             known_queues=(),
+            knows_queues=False,
             slots=1,
             least_ahead_ms=0,
             **CLAIM_PARAMETERS,

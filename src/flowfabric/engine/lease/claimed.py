@@ -1,5 +1,7 @@
 """What a worker gets for each lease, built from the rows of the claim statements."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from flowfabric.db.database import Record
@@ -30,7 +32,8 @@ class Queues:
 
     MAX_KNOWN = 256
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_KNOWN) -> None:
+        self._most = most
         self._known: dict[int, tuple[LaneId, str]] = {}
 
     @property
@@ -43,9 +46,22 @@ class Queues:
         if lane_id is None or execution_kind is None:
             return self._known[queue_no]
         found = LaneId(lane_id), execution_kind
-        if len(self._known) < self.MAX_KNOWN:
+        if len(self._known) < self._most:
             self._known[queue_no] = found
         return found
+
+    def missing(self, queue_nos: Iterable[int]) -> list[int]:
+        """Those of these queues that are not cached; room is made for all of them."""
+        wanted = {*queue_nos}
+        missing = wanted - self._known.keys()
+        if len(self._known) + len(missing) > self._most:
+            self._known.clear()
+            missing = wanted
+        return [*missing]
+
+    def add(self, queue_no: int, lane_id: str, execution_kind: str) -> None:
+        """Cache a queue."""
+        self._known[queue_no] = LaneId(lane_id), execution_kind
 
 
 def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int, queues: Queues) -> ClaimedExecution:

@@ -11,7 +11,7 @@ from flowfabric.engine.core.admission import Admissions
 from flowfabric.engine.core.consequence import EndedLease
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.row import LockedWithGrant, check_named, execution_keys, lock_with_grant, read_with_grant
-from flowfabric.engine.core.transition import UNBLOCKED
+from flowfabric.engine.core.transition import PROMOTED
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import CATCH_UP_SECONDS
 from flowfabric.engine.lease.claim import SQL as CLAIM_SQL
@@ -282,7 +282,7 @@ class Grants:
             slot_keys=slot_keys or None,
             now=locked.now,
             expires_at=expires_at_ms,
-            **UNBLOCKED,
+            **PROMOTED,
         )
         partition_key = partition_text(execution_id)
         if names_lane:

@@ -25,8 +25,10 @@ from flowfabric.model.lease import ClaimedExecution
 SQL = statements_beside(__file__)
 
 REACH = 50
-"""How many more entries than it may lease a statement reads at first, in search of those that are within their limits."""
+"""How many more entries than it may lease a statement reads at first, to find those that are within their limits."""
 MAX_REACH = 4000
+MAX_QUEUES = 100_000
+"""How many queues are cached; each key of a quota has its own."""
 LIFE_SECONDS = 1.0
 """How long the routes with limits are cached, and how long a lane without limited work is left to other claims."""
 
@@ -129,7 +131,7 @@ class LimitedClaims:
         self._catch_up = catch_up
         self._finish = finish
         self._scans = Scans(store)
-        self._queues = Queues()
+        self._queues = Queues(MAX_QUEUES)
         self._reserved: dict[tuple[str, ...], Reserved] = {}
         self._quiet: dict[Wanted, tuple[int, float]] = {}
         self._waits = RoomWaits(store.wakeups)
@@ -301,17 +303,23 @@ class LimitedClaims:
     async def _lease(
         self, transaction: Transaction, chosen: Sequence[Chosen], slots: int, lessee: Lessee
     ) -> Sequence[Record]:
+        if unknown := self._queues.missing(row["queue_no"] for row, _ in chosen):
+            for row in await transaction.fetch(SQL.list_queues, queue_nos=unknown):
+                self._queues.add(*row)
         return await transaction.fetch(
             SQL.lease_admitted,
             partition_keys=[row["partition_key"] for row, _ in chosen],
             execution_ids=[row["execution_id"] for row, _ in chosen],
+            route_nos=[row["route_no"] for row, _ in chosen],
+            entries=[row["entry"] for row, _ in chosen],
             branches=[row["branch"] for row, _ in chosen],
             slot_keys=[array_text(slot_keys) if slot_keys else None for _, slot_keys in chosen],
             worker_no=lessee.worker_no,
             lease_ttl_ms=lessee.lease_ttl_ms,
             slots=slots,
             least_ahead_ms=LEAST_AHEAD_MS,
-            known_queues=self._queues.known,
+            known_queues=(),
+            knows_queues=True,
             lease_ids=mint_uuid_texts(len(chosen)),
             **CLAIM_PARAMETERS,
         )

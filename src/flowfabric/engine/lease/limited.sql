@@ -87,7 +87,7 @@ limited as materialized (
   window w as (partition by s.queue_no order by s.nth)
 ),
 picked as materialized (
-  select s.nth, s.route_no, s.queue_no, s.place, s.quota_key_nos, s.budget_detail, e.*
+  select s.nth, s.route_no, s.queue_no, s.place, s.tid, s.quota_key_nos, s.budget_detail, e.*
     from (select s.* from limited s
            where s.room is null or s.nth_of_queue <= greatest(s.room, 1)
               or (s.budget_detail is null and s.tokens < s.nth_of_queue and coalesce(s.slots >= s.nth_of_queue, true))
@@ -112,46 +112,50 @@ picked as materialized (
    limit :limit
 )
 select p.branch, p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place, p.lease_epoch, p.weight, p.slot_keys, p.quota_key_nos,
-       p.budget_detail, p.is_markable
+       p.budget_detail, p.is_markable, p.tid as entry
   from picked p
 union all
-select 'kept', null, null, r.route_no, null, min(r.place), null, null, null, null, null, null
+select 'kept', null, null, r.route_no, null, min(r.place), null, null, null, null, null, null, null
   from raw r
  -- `(... in (...)) is not true` makes the planner use a hashed subplan instead of a nested loop.
  where (r.execution_id in (select p.execution_id from picked p)) is not true
  group by r.route_no, r.place >> 48
 union all
-select 'full', null, null, null, m.queue_no, null, null, m.retry_after_ms, null, m.quota_key_nos, null, null 
+select 'full', null, null, null, m.queue_no, null, null, m.retry_after_ms, null, m.quota_key_nos, null, null, null
   from limited m where m.room <= 0 and m.nth_of_queue = 1
 union all
 select 'read', null, null, null, null, c.ninth, c.scanned,
        case when cardinality(:span_sources) = 0
          then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end, null, null, null,
-       c.ninth is not null and c.scanned < :reach
+       c.ninth is not null and c.scanned < :reach, null
   from (select (select max(ninth) from chosen) as ninth, (select count(*) from scanned) as scanned) c;
 
 -- name: lease_admitted
 -- Leases executions that the transaction has locked and admitted, in the order given.
 with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
 picked as materialized (
-  select q.route_no, r.ready_tid, e.tid, i.nth, i.branch, case i.branch when 'resumed' then 'claim_resumed' end as reason,
+  select i.route_no, i.ready_tid, e.tid, i.nth, i.branch, case i.branch when 'resumed' then 'claim_resumed' end as reason,
          case i.branch when 'resumed' then e.remaining_attempt_timeout_ms
            else nullif((e.policy #>> '{timeout_policy,attempt_timeout_ms}')::bigint, 0) end as timeout_ms,
          e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted, e.attached & 4 <> 0 as had_stream,
          null::uuid as given_attempt_id, null::jsonb as given_policy, null::bigint as given_deadline_at, i.slot_keys::int[] as given_slot_keys,
          e.eligibility_state in ('blocked_by_quota', 'blocked_by_budget') as was_blocked
-    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :branches::text[], :slot_keys::text[])
-         with ordinality as i(partition_key, execution_id, branch, slot_keys, nth)
+    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :route_nos::int[], :entries::tid[], :branches::text[], :slot_keys::text[])
+         with ordinality as i(partition_key, execution_id, route_no, ready_tid, branch, slot_keys, nth)
    cross join lateral (
-         select e.ctid as tid, e.queue_no, e.place, e.attempt_timeout_at, e.attached, e.remaining_attempt_timeout_ms, e.policy,
+         select e.ctid as tid, e.attempt_timeout_at, e.attached, e.remaining_attempt_timeout_ms, e.policy,
                 e.eligibility_state
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e
-   cross join lateral (select q.route_no from queue q where q.queue_no = e.queue_no limit 1) q
-   cross join lateral (
-         select r.ctid as ready_tid from ready r
-          where r.route_no = q.route_no and r.queue_no = e.queue_no and r.place = e.place limit 1) r
 ),
 -- include: claim.leased
 -- include: claim.answer
 ;
+
+-- name: list_queues
+-- The lane and the kind of queues.
+select q.queue_no, l.lane_id, k.execution_kind
+  from unnest(:queue_nos::int[]) as i(queue_no)
+ cross join lateral (select q.queue_no, q.lane_no, q.kind_no from queue q where q.queue_no = i.queue_no limit 1) q
+  join lane l using (lane_no)
+  join kind k using (kind_no);

@@ -8,7 +8,7 @@ from uuid import UUID
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import array_text, statements_beside
 from flowfabric.engine.core.admission import Admitted, Candidate, Denied
-from flowfabric.engine.core.transition import ADMISSION_BLOCKS
+from flowfabric.engine.core.transition import BLOCKS
 from flowfabric.model.quota import ConcurrencyExceeded, KeyState, QuotaLimits, RateExceeded
 from flowfabric.model.states import BlockingReason
 
@@ -174,7 +174,7 @@ class Admission:
                 SQL.mark_denied,
                 partition_keys=[candidate.partition_key for candidate, _ in marked],
                 execution_ids=[candidate.execution_id for candidate, _ in marked],
-                to_eligibilities=[ADMISSION_BLOCKS[denied.reason] for _, denied in marked],
+                to_eligibilities=[BLOCKS[denied.reason] for _, denied in marked],
                 to_blockings=[denied.reason for _, denied in marked],
                 details=[denied.detail for _, denied in marked],
             )
