@@ -11,26 +11,24 @@ from flowfabric.model.states import PublicState
 
 DAY = 86_400_000
 
-_BLOCKS = {
-    PublicState.RATE_LIMITED: ("blocked_by_quota", "waiting_for_quota"),
-    PublicState.WAITING_CHILDREN: ("blocked_by_dependencies", "waiting_for_children"),
-}
-
-
 async def one_of(state: PublicState, given: Given, clock: Clock, connection: asyncpg.Connection) -> set[str]:
     """Create executions in a state, one for each way that leads to it."""
     engine: Engine = given.engine
     match state:
         case PublicState.WAITING:
             held = await given.created(lane_id="held")
-            await block(connection, held, "blocked_by_operator", "paused_by_operator")
+            await engine.block_execution_for_admission(held, "paused_by_operator")
             return {held, await given.created(lane_id="rare")}
         case PublicState.DELAYED:
             return {await given.delayed(lane_id="rare"), (await given.backing_off(lane_id="other")).execution_id}
-        case PublicState.RATE_LIMITED | PublicState.WAITING_CHILDREN:
-            # Nothing leads to these states yet.
+        case PublicState.RATE_LIMITED:
             execution_id = await given.created(lane_id="rare")
-            await block(connection, execution_id, *_BLOCKS[state])
+            await engine.block_execution_for_admission(execution_id, "waiting_for_quota")
+            return {execution_id}
+        case PublicState.WAITING_CHILDREN:
+            # Without a flow, nothing leads to this state.
+            execution_id = await given.created(lane_id="rare")
+            await block(connection, execution_id, "blocked_by_dependencies", "waiting_for_children")
             return {execution_id}
         case PublicState.ACTIVE:
             lost = await given.reclaimable(lane_id="lost")

@@ -62,6 +62,13 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "cancel_backlog_member": (("partition_key", "flow_id"),),
     # A queue: it is short, and a partition has few of its entries.
     "cascade_entry": (("partition_key",),),
+    "quota_policy": (("partition_key", "quota_policy_id"),),
+    # The slots and the guards of one key.
+    "quota_key": (("quota_key_no",), ("partition_key", "quota_policy_id", "key")),
+    "slot_return": (("quota_key_no",),),
+    "quota_admission": (("quota_key_no",), ("execution_id",)),
+    "budget_limit": (("partition_key", "budget_id"),),
+    "budget_usage": (("partition_key", "budget_id"),),
     "worker": (("partition_key", "namespace", "worker_instance_id"),),
     "worker_event": (("partition_key", "namespace", "worker_instance_id"),),
 }
@@ -95,6 +102,9 @@ ORDERED: dict[str, set[str]] = {
     "list_due_backlogs": {"cancel_backlog_due"},
     "list_old_entries": {"cascade_entry_age"},
     "list_stuck": {"listed_state"},
+    "list_limited": {"listed_state"},
+    "list_served": {"listed_state", "worker_due"},
+    "take_expired_guards": {"quota_admission_due"},
     "take_expired_keys": {"idempotency_key_due"},
     "take_old_grants": {"claim_grant_due"},
     "take_expired_workers": {"worker_due"},
@@ -114,6 +124,8 @@ ORDERED: dict[str, set[str]] = {
         "cascade_entry_age",
         "pending_cancel_group_age",
         "worker_due",
+        "listed_state",
+        "quota_admission_due",
     },
 }
 """The indexes that a statement scans in order, with a start or an end and a limit."""
@@ -141,6 +153,8 @@ READERS = {
     "take_old_identities",
     "list_pending_groups",
     "read_entry",
+    "list_miscounted_keys",
+    "recount_keys",
 }
 """Statements that scan a table: lists, counts, consistency checks, and scans of the few claims."""
 

@@ -170,7 +170,7 @@ ROWS: dict[str, list[tuple[str, str]]] = {
         ("created", "place = place + 1"),
     ],
     "ready: an entry though the execution is not claimable": [
-        ("created", "eligibility_state = 'blocked_by_quota', blocking_reason = 'waiting_for_quota'"),
+        ("created", "eligibility_state = 'blocked_by_operator', blocking_reason = 'paused_by_operator'"),
         ("lost", "blocking_reason = 'paused_by_flow_cancel'"),
     ],
     "listed: the entry is missing": [

@@ -64,10 +64,10 @@ async def test_executions_are_listed_by_every_state(
         "waiting": [await given.created()],
     }
     blocked = await given.created()
-    await block(connection, blocked, "blocked_by_quota", "waiting_for_quota")
+    await engine.block_execution_for_admission(blocked, "waiting_for_quota")
     states["rate_limited"] = [blocked]
     held = await given.created()
-    await block(connection, held, "blocked_by_operator", "paused_by_operator")
+    await engine.block_execution_for_admission(held, "paused_by_operator")
     states["waiting"].append(held)
     for state in PublicState:
         expected = sorted(states.get(state, []))
@@ -90,7 +90,7 @@ async def test_an_execution_in_several_sources_is_listed_once(
         await given.created(**later),
     ]
     blocked = await given.created(lane_id="blocked", **later)
-    await block(connection, blocked, "blocked_by_budget", "waiting_for_budget")
+    await engine.block_execution_for_admission(blocked, "waiting_for_budget")
     expected.append(blocked)
     # The scan ends after the first execution, so that the collections are used.
     monkeypatch.setattr(listing, "FIRST_SCAN", 1)

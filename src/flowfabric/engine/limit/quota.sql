@@ -128,7 +128,7 @@ freed as materialized (
 )
 update quota_key k set taken = k.taken - f.slots
   from freed f
- where k.quota_key_no = f.quota_key_no
+ where k.quota_key_no = any(array[f.quota_key_no])
 returning k.quota_key_no;
 
 -- name: read_keys
@@ -211,7 +211,7 @@ update quota_key k
                      where w.at > c.window_start order by w.nth)
          else c.window_tokens end
   from counted c
- where k.quota_key_no = c.quota_key_no
+ where k.quota_key_no = any(array[c.quota_key_no])
 returning k.quota_key_no, c.taken - c.returned as was_used, c.holders as used;
 
 -- name: take_expired_guards

@@ -1,0 +1,63 @@
+"""Shared by the tests of limits: quotas, their rows, and executions that hold slots."""
+
+from typing import Any
+from uuid import UUID, uuid4
+
+import asyncpg
+
+from fixtures import Rows, uuid_of
+from flowfabric.engine.engine import Engine
+from flowfabric.model.ids import ExecutionId, format_execution_id
+
+NO_LIMITS = {"window_seconds": 60, "rate_limit": 0, "concurrency_cap": 0}
+
+
+def some_id() -> ExecutionId:
+    """The id of an execution that does not exist."""
+    return format_execution_id(7, uuid4())
+
+
+async def check(engine: Engine, quota: UUID, execution_id: str, dimension: str = "", **limits: Any) -> object:
+    """Check an admission; limits that are not given are none, in a window of a minute."""
+    return await engine.check_admission(quota, dimension, execution_id=execution_id, **{**NO_LIMITS, **limits})
+
+
+async def used(rows: Rows, quota: UUID, key: str = "default") -> int:
+    """How many slots of a key are in use."""
+    (row,) = await rows.of("quota_key", quota_policy_id=quota, key=key)
+    returns = await rows.of("slot_return", quota_key_no=row["quota_key_no"])
+    return int(row["taken"]) - sum(int(each["returned"]) for each in returns)
+
+
+async def window(rows: Rows, quota: UUID, key: str = "default") -> list[tuple[int, int]]:
+    """The tokens in the window of a key: when, and how many."""
+    (row,) = await rows.of("quota_key", quota_policy_id=quota, key=key)
+    return list(zip(row["window_ats"], row["window_tokens"], strict=True))
+
+
+async def key_no(engine: Engine, rows: Rows, quota: UUID, key: str = "default") -> int:
+    """The number of a key of a quota, which an admission without limits creates."""
+    await check(engine, quota, some_id(), "" if key == "default" else key)
+    (row,) = await rows.of("quota_key", quota_policy_id=quota, key=key)
+    return int(row["quota_key_no"])
+
+
+async def hold_slots(connection: asyncpg.Connection, execution_id: str, *nos: int) -> None:
+    """Let an execution hold a slot of each of these keys. Claims take slots; this stands in for them."""
+    await connection.execute(
+        "update execution set slot_keys = $2, attached = attached | 8 where execution_id = $1", uuid_of(execution_id), nos
+    )
+    await connection.execute("update quota_key set taken = taken + 1 where quota_key_no = any($1::int[])", nos)
+
+
+async def limit_queue(
+    connection: asyncpg.Connection, execution_id: str, *, quota_keys: tuple[int, ...] = (), budgets: tuple[UUID, ...] = ()
+) -> None:
+    """Let these keys and budgets limit the queue of an execution. Creating executions does this; this stands in for it."""
+    await connection.execute(
+        """update queue set quota_key_nos = $2, budget_ids = $3
+            where queue_no = (select queue_no from execution where execution_id = $1)""",
+        uuid_of(execution_id),
+        quota_keys,
+        budgets,
+    )
