@@ -13,6 +13,7 @@ from flowfabric.engine.event.partitions import EventPartitions
 from flowfabric.engine.execution.cancel import Cancel
 from flowfabric.engine.execution.cancel_many import CancelMany
 from flowfabric.engine.execution.create import Create
+from flowfabric.engine.execution.limits import LimitRules
 from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.execution.retention import Retention
@@ -93,7 +94,8 @@ class Parts:
         expiry_quarantine = Quarantine(settings.lease_expiry_interval_ms / 1000)
         self.lease_expiry = services.add(LeaseExpiry(store, lease_ends, expiry_quarantine))
 
-        submit = services.add(Submit(Create(store), store, patience_ms=settings.submit_patience_ms))
+        self.limit_rules = services.add(LimitRules(store))
+        submit = services.add(Submit(Create(store, self.limit_rules), store, patience_ms=settings.submit_patience_ms))
         services.add(Cancel(store, lease_ends))
         self.cancel_many = services.add(CancelMany(store, lease_ends))
         services.add(Priority(store))
@@ -129,10 +131,10 @@ class Parts:
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
         resolver = Resolver(store, lease_ends)
-        services.add(Graph(store, resolver))
+        services.add(Graph(store, resolver, self.limit_rules))
         services.add(ChildWaits(store, lease_ends))
         services.add(FlowTags(store))
-        services.add(SubmitFlow(store, patience_ms=settings.submit_patience_ms))
+        services.add(SubmitFlow(store, self.limit_rules, patience_ms=settings.submit_patience_ms))
         self.cascade = services.add(Cascade(store, resolver))
         services.add(Replays(store, resolver, self.cascade))
         self.blocked = services.add(Blocked(store, resolver, self.cascade))
@@ -177,7 +179,17 @@ class Parts:
         self.replays = MatchingReplays(store, services[Listing], services[Replays])
         services.add(Matching(services[Listing], services[View], self.cancel_many, self.replays, services[Priority]))
         waits = (self.tails, feeds, self.flow_cancel, flow_endings)
-        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
+        drained = (
+            self.tails,
+            feeds,
+            submit,
+            self.limit_rules,
+            self.signals,
+            suspend,
+            self.streams,
+            lease_ends,
+            renewals,
+        )
         cascades = (self.flow_cancel, self.cascade, self.siblings)
         drains = [results.close, flow_endings.close, *(service.drain for service in (*drained, *cascades))]
         self.shutdown = services.add(Shutdown(claims, self.flow_cancel, (results, *waits), drains))
