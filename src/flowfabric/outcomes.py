@@ -107,6 +107,7 @@ from flowfabric.model.lease import (
     Revoked,
     TerminalFailed,
 )
+from flowfabric.model.limit import AlreadyAttached, Attached, Attachments, Detached, NotAttached
 from flowfabric.model.resume import Resumed, ResumeTrigger
 from flowfabric.model.signal import Accepted, ResumeSignal, SignalDisposition, SignalDuplicate, SignalEffect
 from flowfabric.model.states import (
@@ -146,6 +147,7 @@ __all__ = [
     "Added",
     "AdditionalWaitpoint",
     "AlreadyApplied",
+    "AlreadyAttached",
     "AlreadyClosed",
     "AlreadyMember",
     "AlreadyMet",
@@ -156,6 +158,8 @@ __all__ = [
     "AlreadyTerminal",
     "AppendFrameOutcome",
     "Applied",
+    "Attached",
+    "Attachments",
     "Attempt",
     "AttemptType",
     "BackendIdentity",
@@ -178,6 +182,7 @@ __all__ = [
     "DependenciesReason",
     "DependencyApplied",
     "DependencyResolved",
+    "Detached",
     "Duplicate",
     "EdgeGroupSnapshot",
     "EdgeSnapshot",
@@ -232,6 +237,7 @@ __all__ = [
     "NoCapableWorkerReason",
     "NoWork",
     "NoWorkerReason",
+    "NotAttached",
     "NotReclaimable",
     "NotRegistered",
     "NotYetDue",

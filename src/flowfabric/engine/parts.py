@@ -48,6 +48,8 @@ from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
+from flowfabric.engine.limit.attach import Attach
+from flowfabric.engine.limit.fairness import Fairness
 from flowfabric.engine.operation import Services
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
@@ -154,6 +156,8 @@ class Parts:
         )
         flow_endings = services.add(FlowEndings(store))
         self.flow_retention = services.add(FlowRetention(store, Quarantine(settings.retention_trimmer_interval_s)))
+        services.add(Attach(store, self.limit_rules))
+        services.add(Fairness(store, self.limit_rules))
         self.members = services.add(Members(store))
         self.upstreams = services.add(Upstreams(store))
 

@@ -144,7 +144,7 @@ class LimitRules:
     async def look_up(
         self, parents: Iterable[str], quota_policy_ids: Iterable[UUID], flow: Inherited | None = None
     ) -> Looked:
-        """Read the limits of parents, and quota policies that are not known; a parent that does not exist is left out."""
+        """Read the limits of parents, and unknown quota policies; a parent that does not exist is left out."""
         found: dict[str, Inherited] = {}
         if ids := {given: parse_execution_id(given) for given in parents}:
             limits = await self._limits_of(list(dict.fromkeys(ids.values())))
