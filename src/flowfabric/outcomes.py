@@ -109,6 +109,7 @@ from flowfabric.model.lease import (
     Revoked,
     TerminalFailed,
 )
+from flowfabric.model.limit import AlreadyAttached, Attached, Attachments, Detached, NotAttached
 from flowfabric.model.quota import (
     Admitted,
     AlreadyAdmitted,
@@ -162,6 +163,7 @@ __all__ = [
     "Admitted",
     "AlreadyAdmitted",
     "AlreadyApplied",
+    "AlreadyAttached",
     "AlreadyClosed",
     "AlreadyMember",
     "AlreadyMet",
@@ -172,6 +174,8 @@ __all__ = [
     "AlreadyTerminal",
     "AppendFrameOutcome",
     "Applied",
+    "Attached",
+    "Attachments",
     "Attempt",
     "AttemptType",
     "BackendIdentity",
@@ -196,6 +200,7 @@ __all__ = [
     "DependenciesReason",
     "DependencyApplied",
     "DependencyResolved",
+    "Detached",
     "Duplicate",
     "EdgeGroupSnapshot",
     "EdgeSnapshot",
@@ -250,6 +255,7 @@ __all__ = [
     "NoCapableWorkerReason",
     "NoWork",
     "NoWorkerReason",
+    "NotAttached",
     "NotReclaimable",
     "NotRegistered",
     "NotYetDue",

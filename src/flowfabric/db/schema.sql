@@ -69,6 +69,9 @@ $body$;
 create function ff_now() returns bigint language sql volatile parallel safe
 RETURN ((date_part('epoch'::text, clock_timestamp()) * (1000)::double precision))::bigint;
 
+create function ff_required(text[]) returns text[] language sql immutable parallel safe
+as $body$ select array(select c from unnest($1) with ordinality as u(c, nth) where c not like 'limited claims%' order by nth) $body$;
+
 create function ff_scope(integer, integer) returns uuid language sql immutable parallel safe
 RETURN ((lpad(to_hex($1), 16, '0'::text) || lpad(to_hex($2), 16, '0'::text)))::uuid;
 
@@ -86,6 +89,7 @@ create sequence execution_sequence as bigint start 1 increment 1 minvalue 1 maxv
 create table admission_key (
   admission_key_no integer not null generated always as identity,
   quota_key_nos integer[] not null,
+  attached_key_nos integer[] not null,
   budget_ids uuid[] not null,
   fair_key text not null,
   digest bytea not null,
@@ -549,6 +553,7 @@ create table limit_attachment (
   limit_type text not null,
   limit_id uuid not null,
   attached_at bigint not null,
+  quota_key_no integer,
   constraint limit_attachment_pkey PRIMARY KEY (scope_type, scope_id, limit_type, limit_id),
   constraint limit_attachment_scope CHECK (scope_type = ANY (ARRAY['lane'::text, 'namespace'::text, 'kind'::text, 'flow'::text])),
   constraint limit_attachment_type CHECK (limit_type = ANY (ARRAY['budget'::text, 'quota'::text])));

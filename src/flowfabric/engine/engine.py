@@ -39,7 +39,9 @@ from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
+from flowfabric.engine.limit.attach import Attach
 from flowfabric.engine.limit.block import Blocks
+from flowfabric.engine.limit.fairness import Fairness
 from flowfabric.engine.limit.quota import Quotas
 from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import Parts
@@ -134,6 +136,14 @@ class Engine:
     observe_signals = operation(Signals.observe_signals)
     resume_execution = operation(Resumes.resume_execution)
     expire_suspension = operation(SuspensionTimeouts.expire_suspension)
+
+    # Limits: what they are attached to, and the fairness of lanes.
+    attach_budget = operation(Attach.attach_budget)
+    attach_quota = operation(Attach.attach_quota)
+    detach_budget = operation(Attach.detach_budget)
+    detach_quota = operation(Attach.detach_quota)
+    list_attachments = operation(Attach.list_attachments)
+    set_lane_fairness = operation(Fairness.set_lane_fairness)
 
     # Flows: the cascade.
     cascade_completion = operation(Cascade.cascade_completion)

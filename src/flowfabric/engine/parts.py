@@ -13,6 +13,7 @@ from flowfabric.engine.event.partitions import EventPartitions
 from flowfabric.engine.execution.cancel import Cancel
 from flowfabric.engine.execution.cancel_many import CancelMany
 from flowfabric.engine.execution.create import Create
+from flowfabric.engine.execution.limits import LimitRules
 from flowfabric.engine.execution.priority import Priority
 from flowfabric.engine.execution.results import Results
 from flowfabric.engine.execution.retention import Retention
@@ -49,7 +50,9 @@ from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
 from flowfabric.engine.limit.admission import Admission
+from flowfabric.engine.limit.attach import Attach
 from flowfabric.engine.limit.block import Blocks, Unblocking
+from flowfabric.engine.limit.fairness import Fairness
 from flowfabric.engine.limit.quota import Quotas
 from flowfabric.engine.operation import Services
 from flowfabric.engine.read.consistency import Consistency
@@ -97,7 +100,8 @@ class Parts:
         expiry_quarantine = Quarantine(settings.lease_expiry_interval_ms / 1000)
         self.lease_expiry = services.add(LeaseExpiry(store, lease_ends, expiry_quarantine))
 
-        submit = services.add(Submit(Create(store), store, patience_ms=settings.submit_patience_ms))
+        self.limit_rules = services.add(LimitRules(store))
+        submit = services.add(Submit(Create(store, self.limit_rules), store, patience_ms=settings.submit_patience_ms))
         services.add(Cancel(store, lease_ends))
         self.cancel_many = services.add(CancelMany(store, lease_ends))
         services.add(Priority(store))
@@ -139,10 +143,10 @@ class Parts:
         self.unblocking = services.add(Unblocking(store, blocks, Quarantine(settings.unblock_interval_s)))
 
         resolver = Resolver(store, lease_ends)
-        services.add(Graph(store, resolver))
+        services.add(Graph(store, resolver, self.limit_rules))
         services.add(ChildWaits(store, lease_ends))
         services.add(FlowTags(store))
-        services.add(SubmitFlow(store, patience_ms=settings.submit_patience_ms))
+        services.add(SubmitFlow(store, self.limit_rules, patience_ms=settings.submit_patience_ms))
         self.cascade = services.add(Cascade(store, resolver))
         services.add(Replays(store, resolver, self.cascade))
         self.blocked = services.add(Blocked(store, resolver, self.cascade))
@@ -162,6 +166,8 @@ class Parts:
         )
         flow_endings = services.add(FlowEndings(store))
         self.flow_retention = services.add(FlowRetention(store, Quarantine(settings.retention_trimmer_interval_s)))
+        services.add(Attach(store, self.limit_rules))
+        services.add(Fairness(store, self.limit_rules))
         self.members = services.add(Members(store))
         self.upstreams = services.add(Upstreams(store))
 
@@ -187,7 +193,17 @@ class Parts:
         self.replays = MatchingReplays(store, services[Listing], services[Replays])
         services.add(Matching(services[Listing], services[View], self.cancel_many, self.replays, services[Priority]))
         waits = (self.tails, feeds, self.flow_cancel, flow_endings)
-        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
+        drained = (
+            self.tails,
+            feeds,
+            submit,
+            self.limit_rules,
+            self.signals,
+            suspend,
+            self.streams,
+            lease_ends,
+            renewals,
+        )
         cascades = (self.flow_cancel, self.cascade, self.siblings)
         drains = [results.close, flow_endings.close, *(service.drain for service in (*drained, *cascades))]
         self.shutdown = services.add(Shutdown(claims, self.flow_cancel, (results, *waits), drains))

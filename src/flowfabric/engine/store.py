@@ -3,14 +3,24 @@
 import hashlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 from flowfabric.db.database import ATTEMPTS, Database, Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.notify import Hints
 from flowfabric.db.statements import Statement, statements_beside
+from flowfabric.engine.core.queues import SQL as QUEUE_SQL
+from flowfabric.engine.core.queues import (
+    NewQueue,
+    QueueNames,
+    QueueNumbers,
+    capability_values,
+    found_queues,
+    insert_queues,
+    queue_columns,
+)
 from flowfabric.engine.core.wakeups import Wakeups
 from flowfabric.engine.core.watermark import TimerWatermark
 from flowfabric.model.errors import EngineError, TransportError, error
@@ -21,6 +31,8 @@ Answer = TypeVar("Answer")
 
 MAX_KIND_SETS = 1024
 SLOT_SHARDS = 8
+MAX_QUEUES = 100_000
+"""How many queues a process caches."""
 WORKER_SECONDS = 3600.0
 """How long the number of a worker process is cached; reading it again marks the process as in use."""
 
@@ -34,24 +46,6 @@ class Rules:
     instance_tag: str
     renewal_events: bool
     feed_retention_ms: int
-
-
-class QueueNames(NamedTuple):
-    """The names that identify a queue."""
-
-    lane_id: str
-    execution_kind: str
-    namespace: str
-    required: tuple[str, ...]
-
-
-class QueueNumbers(NamedTuple):
-    """The numbers of a queue, its route, its lane and its namespace."""
-
-    queue_no: int
-    route_no: int
-    lane_no: int
-    namespace_no: int
 
 
 class Store:
@@ -188,29 +182,36 @@ class Store:
         """The numbers of a queue; its first use creates it."""
         if (known := self._queues.get(names)) is not None:
             return known
-        lane_id, execution_kind, namespace, required = names
-        namespace_no = await self.namespace_no(namespace)
-        lane_no = await self.lane_no(lane_id, registered_by=registered_by)
-        self._lanes[lane_no] = lane_id
+        return (await self.add_queues({names: registered_by}))[names]
+
+    async def add_queues(self, names: Mapping[QueueNames, str]) -> Mapping[QueueNames, QueueNumbers]:
+        """The numbers of queues, each given with who uses it; their first use creates them."""
+        found = {each: known for each in names if (known := self._queues.get(each)) is not None}
+        new = [await self._new_queue(each, registered_by) for each, registered_by in names.items() if each not in found]
+        if not new:
+            return found
+        added = found_queues(new, await self.fetch(QUEUE_SQL.find_queues, **queue_columns(new)))
+        while missing := [queue for queue in new if queue.names not in added]:
+
+            async def insert(
+                transaction: Transaction, missing: Sequence[NewQueue] = missing
+            ) -> dict[QueueNames, QueueNumbers]:
+                return await insert_queues(transaction, missing, self.rules.partitions.quota)
+
+            added |= await self.transact(insert)
+        if len(self._queues) + len(added) > MAX_QUEUES:
+            self._queues.clear()
+        self._queues |= added
+        return found | added
+
+    async def _new_queue(self, names: QueueNames, registered_by: str) -> NewQueue:
+        namespace_no = await self.namespace_no(names.namespace)
+        lane_no = await self.lane_no(names.lane_id, registered_by=registered_by)
+        self._lanes[lane_no] = names.lane_id
         capability_set_no = await self._number(
-            ("capability_set", *required),
-            SQL.insert_capability_set,
-            required=list(required),
-            digest=hashlib.sha256(",".join(required).encode()).digest(),
+            ("capability_set", *names.required), QUEUE_SQL.insert_capability_set, **capability_values(names.required)
         )
-        route_no = await self._number(
-            ("route", lane_id, *required), SQL.insert_route, lane_no=lane_no, capability_set_no=capability_set_no
-        )
-        queue_no = await self._number(
-            ("queue", lane_id, execution_kind, namespace, *required),
-            SQL.insert_queue,
-            route_no=route_no,
-            lane_no=lane_no,
-            kind_no=await self.kind_no(execution_kind),
-            namespace_no=namespace_no,
-        )
-        numbers = self._queues[names] = QueueNumbers(queue_no, route_no, lane_no, namespace_no)
-        return numbers
+        return NewQueue(names, lane_no, await self.kind_no(names.execution_kind), namespace_no, capability_set_no)
 
     async def _number(self, key: tuple[str, ...], statement: Statement, **values: object) -> int:
         if (known := self._numbers.get(key)) is not None:

@@ -14,14 +14,6 @@ with made as (
   on conflict do nothing returning lane_no)
 select lane_no from made union all select lane_no from lane where lane_id = :lane_id;
 
--- name: insert_capability_set
--- The number of a set of required capabilities, inserted if new; no row if another transaction is inserting it.
-with made as (
-  insert into capability_set (required, digest)
-  select :required, :digest where not exists (select from capability_set where digest = :digest)
-  on conflict do nothing returning capability_set_no)
-select capability_set_no from made union all select capability_set_no from capability_set where digest = :digest;
-
 -- name: insert_kind
 -- The number of an execution kind, inserted if new; no row if another transaction is inserting it.
 with made as (
@@ -29,33 +21,6 @@ with made as (
   select :execution_kind, :digest where not exists (select from kind where digest = :digest)
   on conflict do nothing returning kind_no)
 select kind_no from made union all select kind_no from kind where digest = :digest;
-
--- name: insert_route
--- The number of a route, inserted if new; no row if another transaction is inserting it.
-with made as (
-  insert into route (lane_no, capability_set_no)
-  select :lane_no, :capability_set_no
-   where not exists (select from route where lane_no = :lane_no and capability_set_no = :capability_set_no)
-  on conflict do nothing returning route_no)
-select route_no from made
-union all
-select route_no from route where lane_no = :lane_no and capability_set_no = :capability_set_no;
-
--- name: insert_queue
--- The number of a queue, inserted if new; no row if another transaction is inserting it.
-with made as (
-  insert into queue (route_no, lane_no, kind_no, namespace_no)
-  select :route_no, :lane_no, :kind_no, :namespace_no
-   where not exists (
-         select from queue
-          where lane_no = :lane_no and kind_no = :kind_no and namespace_no = :namespace_no and route_no = :route_no
-            and admission_key_no = 0)
-  on conflict do nothing returning queue_no)
-select queue_no from made
-union all
-select queue_no from queue
- where lane_no = :lane_no and kind_no = :kind_no and namespace_no = :namespace_no and route_no = :route_no
-   and admission_key_no = 0;
 
 -- name: insert_worker_identity
 -- The number of a worker process, inserted if new and marked as in use; no row if another transaction is inserting it.

@@ -31,6 +31,7 @@ class NewExecution(msgspec.Struct, kw_only=True):
     delay_until: int | None = None
     delay_ms: int | None = None
     execution_deadline_at: int | None = None
+    parent_execution_id: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 
 from engine.limit.limits import check, hold_slots, key_no, some_id, used, window
 from engine.state import refused
-from fixtures import Clock, Eventually, Given, Rows, uuid_of
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.limit import quota as quotas
 from flowfabric.engine.parts import parts_of

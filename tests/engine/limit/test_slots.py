@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -138,9 +138,7 @@ async def _granted(engine: Engine, given: Given, rows: Rows, connection: asyncpg
     return execution_id
 
 
-async def _grant(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, execution_id: str
-) -> None:
+async def _grant(engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, execution_id: str) -> None:
     await given.registered()
     (row,) = await rows.of("execution", execution_id=uuid_of(execution_id))
     (lane,) = await rows.of("lane", lane_no=row["lane_no"])

@@ -142,6 +142,8 @@ create table limit_attachment (
   limit_type  text   not null,
   limit_id    uuid   not null,
   attached_at bigint not null,
+  -- The key of executions that have none, of a quota that is attached to a lane, a namespace or a kind.
+  quota_key_no integer,
   constraint limit_attachment_pkey primary key (scope_type, scope_id, limit_type, limit_id),
   constraint limit_attachment_scope check (scope_type in ('lane', 'namespace', 'kind', 'flow')),
   constraint limit_attachment_type check (limit_type in ('budget', 'quota'))
@@ -151,6 +153,8 @@ create table limit_attachment (
 create table admission_key (
   admission_key_no integer not null generated always as identity,
   quota_key_nos    integer[] not null,
+  -- The keys by the quotas that were attached to the lane, the namespace and the kind at the time; they count only as long as those are.
+  attached_key_nos integer[] not null,
   budget_ids       uuid[]    not null,
   fair_key         text      not null,
   digest           bytea     not null,
@@ -181,3 +185,7 @@ create index budget_limit_of_budget on budget_limit (budget_id);
 -- Whether its execution holds slots for it, which return when it expires.
 alter table claim_grant add column has_slots boolean not null default false;
 create index claim_grant_slots_due on claim_grant (expires_at) where has_slots;
+
+-- The capabilities of a set that workers can offer, without those that only keep claims without admission away.
+create function ff_required(text[]) returns text[] language sql immutable parallel safe as
+  $$ select array(select c from unnest($1) with ordinality as u(c, nth) where c not like 'limited claims%' order by nth) $$;

@@ -2,13 +2,16 @@
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from flowfabric.engine.store import QueueNames, Store
+from flowfabric.engine.core.queues import AdmissionKey, QueueNames, QueueNumbers
+from flowfabric.engine.execution.limits import NOTHING, NOTHING_LOOKED_UP, Inherited, LimitRules, Limits, Looked
+from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.ids import ExecutionId, check_lane_id, check_partition, id_prefix, parse_execution_id, row_key
+from flowfabric.model.limit import Facts
 from flowfabric.model.policy import ExecutionPolicy, dedup_window_ms, parse_policy, policy_json
 from flowfabric.model.policy_checks import MAX_MS
 from flowfabric.model.tag import check_tags
@@ -31,6 +34,24 @@ class Shape:
     """The stored values that they share, by the names of the statements' parameters."""
     delay_until: int | None
     key_ttl_ms: int
+    names: QueueNames
+    """The names of the queue; without the admission key, if that depends on the execution."""
+    limits: Limits | None = None
+    """What is read from each execution; None if it is nothing."""
+    variants: dict[tuple[AdmissionKey, int | None], "Shape"] = field(default_factory=dict, compare=False)
+    """The same shape with what was read from executions."""
+
+    def at(self, queue: QueueNumbers, weight: int | None) -> "Shape":
+        """The same shape, of executions that go to this queue with this weight."""
+        columns = {
+            **self.columns,
+            "queue_no": queue.queue_no,
+            "route_no": queue.route_no,
+            "lane_no": queue.lane_no,
+            "namespace_no": queue.namespace_no,
+            "quota_weight": weight,
+        }
+        return replace(self, columns=columns, limits=None, variants={})
 
 
 @dataclass(slots=True)
@@ -144,11 +165,13 @@ class UniformBatch(NamedTuple):
 class Submissions:
     """Checks submissions, and caches the shapes it has seen."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, rules: LimitRules) -> None:
         self._store = store
+        self._rules = rules
+        self._generation = rules.generation
         self._shapes: dict[tuple[Any, ...], Shape] = {}
 
-    def check(self, new: NewExecution, uuid: str) -> Submission | None:
+    def check(self, new: NewExecution, uuid: str, looked: Looked = NOTHING_LOOKED_UP) -> Submission | None:
         """The checked item, or None if it can only be checked with a query of the store."""
         if not isinstance(new, NewExecution):
             raise error("invalid_input", f"items: expected a NewExecution, got {shown(new)}")
@@ -176,7 +199,7 @@ class Submissions:
         deadline_at = new.execution_deadline_at
         if deadline_at is not None:
             deadline_at = _check_time(deadline_at, "execution_deadline_at")
-        shape = self._known_shape(new)
+        shape = self._known_shape(new, looked)
         if shape is None or (key is not None and shape.key_ttl_ms <= 0):
             return None
         tags = None
@@ -185,6 +208,8 @@ class Submissions:
                 tags = check_tags(new.tags)
             except EngineError:
                 return None
+        if shape.limits is not None and (shape := self._variant(shape, tags, payload)) is None:
+            return None
         if is_minted := execution_id is None:
             execution_id = ExecutionId(shape.id_prefix + uuid)
         else:
@@ -212,7 +237,7 @@ class Submissions:
         creator, encoding = first.creator_identity, first.payload_encoding
         tags: list[Mapping[str, str] | None] = []
         try:
-            shape = self._known_shape(first)
+            shape = self._known_shape(first, NOTHING_LOOKED_UP)
             if shape is None or shape.delay_until is not None:
                 return None
             for new in items:
@@ -229,6 +254,7 @@ class Submissions:
                     or new.delay_until is not None
                     or new.delay_ms is not None
                     or new.execution_deadline_at is not None
+                    or new.parent_execution_id is not None
                     or type(new.input_payload) is not bytes
                     or type(new.priority) is not int
                     or not 0 <= new.priority <= MAX_PRIORITY
@@ -237,23 +263,75 @@ class Submissions:
                 tags.append(check_tags(new.tags) if new.tags else None)
         except EngineError:
             return None
+        if shape.limits is not None:
+            variants = [self._variant(shape, own, new.input_payload) for own, new in zip(tags, items, strict=True)]
+            if variants[0] is None or any(each is not variants[0] for each in variants):
+                return None
+            shape = variants[0]
         return UniformBatch(shape, uuids, [new.priority for new in items], [new.input_payload for new in items], tags)
 
-    def _known_shape(self, new: NewExecution) -> Shape | None:
+    def queue_names(self, new: NewExecution, looked: Looked) -> QueueNames | None:
+        """The queue of an item whose lane, kind, namespace and parent are valid; None if its quota must be looked up.
+
+        Raises for invalid tags, an invalid policy and limits that conflict.
+        """
+        tags = check_tags(new.tags)
+        policy = parse_policy(new.policy)
+        names = QueueNames(check_lane_id(new.lane_id), new.execution_kind, new.namespace, required_of(policy))
+        inherited = _inherited(new, looked) or NOTHING
+        limits = self._rules.limits_of(names, policy, inherited, looked.undefined)
+        if limits is None:
+            return None
+        admission, _ = limits.of(Facts(tags, _check_bytes(new.input_payload)))
+        return names._replace(admission=admission)
+
+    def _known_shape(self, new: NewExecution, looked: Looked) -> Shape | None:
         """The shape of an item, or None if its queue is not cached or its policy is invalid."""
-        names = (new.namespace, new.lane_id, new.execution_kind, new.creator_identity, new.payload_encoding, new.policy)
+        inherited = looked.flow
+        if new.parent_execution_id is not None and (inherited := _inherited(new, looked)) is None:
+            return None
+        if self._generation != self._rules.generation:
+            self._shapes.clear()
+            self._generation = self._rules.generation
+        names = (
+            new.namespace,
+            new.lane_id,
+            new.execution_kind,
+            new.creator_identity,
+            new.payload_encoding,
+            new.policy,
+            inherited,
+        )
         try:
             shape = self._shapes.get(names)
         except TypeError:
             # A policy given as a dictionary is not hashable.
-            return self._shape(new)
-        if shape is None and (shape := self._shape(new)) is not None:
+            return self._shape(new, inherited or NOTHING, looked)
+        # That of a quota policy that does not exist is not kept: the policy may be created.
+        if (
+            shape is None
+            and (shape := self._shape(new, inherited or NOTHING, looked)) is not None
+            and not looked.undefined
+        ):
             if len(self._shapes) >= MAX_SHAPES:
                 self._shapes.clear()
             self._shapes[names] = shape
         return shape
 
-    def _shape(self, new: NewExecution) -> Shape | None:
+    def _variant(self, shape: Shape, tags: Mapping[str, str] | None, payload: bytes) -> Shape | None:
+        """The shape of an execution with these tags and this payload, or None if its queue is not cached."""
+        assert shape.limits is not None
+        admission, weight = found = shape.limits.of(Facts(tags, payload))
+        if (variant := shape.variants.get(found)) is None:
+            queue = self._store.known_queue(shape.names._replace(admission=admission))
+            if queue is None:
+                return None
+            if len(shape.variants) >= MAX_SHAPES:
+                shape.variants.clear()
+            variant = shape.variants[found] = shape.at(queue, weight)
+        return variant
+
+    def _shape(self, new: NewExecution, inherited: Inherited, looked: Looked) -> Shape | None:
         store = self._store
         lane_id = check_lane_id(new.lane_id)
         namespace = check_text(new.namespace, "namespace")
@@ -264,11 +342,17 @@ class Submissions:
             encoding = check_text(encoding, "payload_encoding")
         try:
             policy = parse_policy(new.policy)
+            names = QueueNames(lane_id, kind, namespace, required_of(policy))
+            limits = self._rules.limits_of(names, policy, inherited, looked.undefined)
         except EngineError:
             return None
-        queue = store.known_queue(QueueNames(lane_id, kind, namespace, required_of(policy)))
-        if queue is None:
+        if limits is None:
             return None
+        queue = None
+        if limits.is_fixed:
+            names = names._replace(admission=limits.fixed)
+            if (queue := store.known_queue(names)) is None:
+                return None
         policy_text = delay_until = deadline_ms = retention_ms = None
         if policy is not None:
             policy_text = policy_json(policy)
@@ -278,26 +362,35 @@ class Submissions:
             if policy.stream_policy is not None:
                 retention_ms = policy.stream_policy.retention_ttl_ms
         partition = store.rules.partitions.of_lane(lane_id)
-        return Shape(
+        shape = Shape(
             partition=partition,
             id_prefix=id_prefix(partition),
             lane_id=lane_id,
             namespace=namespace,
             columns={
-                "queue_no": queue.queue_no,
-                "route_no": queue.route_no,
-                "lane_no": queue.lane_no,
-                "namespace_no": queue.namespace_no,
+                "queue_no": None,
+                "route_no": None,
+                "lane_no": None,
+                "namespace_no": None,
                 "execution_kind": kind,
                 "creator_identity": creator,
                 "payload_encoding": encoding,
                 "policy": policy_text,
                 "deadline_ms": deadline_ms,
                 "retention_ms": retention_ms,
+                "quota_weight": None,
             },
             delay_until=delay_until,
             key_ttl_ms=dedup_window_ms(policy),
+            names=names,
+            limits=limits,
         )
+        return shape if queue is None else shape.at(queue, None)
+
+
+def _inherited(new: NewExecution, looked: Looked) -> Inherited | None:
+    """What an item inherits from its parent or its flow; None if nothing, or if its parent must be looked up."""
+    return looked.flow if new.parent_execution_id is None else looked.parents.get(new.parent_execution_id)
 
 
 def _digest(content: bytes) -> bytes:

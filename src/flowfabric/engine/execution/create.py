@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import cast
+from uuid import UUID
 
 import msgspec
 
@@ -11,6 +12,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import short_column, short_columns, statements_beside
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
+from flowfabric.engine.core.queues import QueueNames
 from flowfabric.engine.core.row import execution_keys
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.core.watermark import BAND_BITS
@@ -20,9 +22,9 @@ from flowfabric.engine.execution.checking import (
     Submission,
     Submissions,
     UniformBatch,
-    required_of,
 )
-from flowfabric.engine.store import QueueNames, Store, error_of
+from flowfabric.engine.execution.limits import LimitRules, check_parent, check_parent_id, quota_policy_of
+from flowfabric.engine.store import Store, error_of
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.event import EventFamily
 from flowfabric.model.execution import Created, Duplicate, NewExecution
@@ -69,6 +71,7 @@ _SHAPE_COLUMNS = (
     "policies",
     "deadlines_ms",
     "retentions_ms",
+    "quota_weights",
 )
 
 
@@ -83,18 +86,20 @@ class _NotCreated(Exception):
 class Create:
     """Inserts executions; concurrent callers share a statement."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, rules: LimitRules) -> None:
         self._store = store
+        self._rules = rules
         self._batch: Batch[Submission, Submitted] = Batch(
             self._insert_together, self._insert_alone, keys=Submission.unique_keys
         )
-        self._submissions = Submissions(store)
+        self._submissions = Submissions(store, rules)
 
     async def create(self, new: NewExecution, minted: str, *, is_repeat: bool = False) -> Submitted:
         """Create one execution; concurrent callers share a statement.
 
         A repeat has the generated id of the first try, which may exist, so it is treated like a caller's own id.
         """
+        await self._rules.ready()
         submission = await self._check(new, minted)
         if isinstance(submission, Duplicate):
             return submission
@@ -108,6 +113,7 @@ class Create:
         self, items: Sequence[NewExecution], minted: Sequence[str], *, is_repeat: bool = False
     ) -> list[Submitted | EngineError]:
         """Create up to a thousand executions, each with its own verdict; `is_repeat` as in `create`."""
+        await self._rules.ready()
         if not is_repeat and (batch := self._submissions.uniform_batch(items, minted)) is not None:
             try:
                 return await self._insert_alike(batch)
@@ -115,12 +121,7 @@ class Create:
                 if fault.is_store_failure:
                     raise error_of(fault) from fault
                 # The store rejects one of the items: below, each gets its own answer.
-        checked: list[Submission | Duplicate | EngineError] = []
-        for new, uuid in zip(items, minted, strict=True):
-            try:
-                checked.append(self._submissions.check(new, uuid) or await self._check(new, uuid))
-            except EngineError as refused:
-                checked.append(refused)
+        checked = await self._check_all(items, minted)
         good = [item for item in checked if isinstance(item, Submission)]
         if is_repeat:
             for item in good:
@@ -148,29 +149,90 @@ class Create:
         await self._batch.drain()
 
     async def _check(self, new: NewExecution, uuid: str) -> Submission | Duplicate:
-        """The checked item; query the store if its shape is new or its tags or policy are invalid."""
+        """The checked item, or the execution that it duplicates."""
         if (known := self._submissions.check(new, uuid)) is not None:
             return known
-        store = self._store
-        lane_id = check_lane_id(new.lane_id)
-        creator = check_text(new.creator_identity, "creator_identity")
-        namespace = check_short(new.namespace, "namespace")
-        kind = check_text(new.execution_kind, "execution_kind")
-        # A duplicate is answered before its tags and policy are checked, and registers no names.
-        if new.execution_id is not None or new.idempotency_key:
-            (found,) = await self._find_duplicates([self._possible_duplicate(new, uuid)])
-            if isinstance(found, EngineError):
-                raise found
-            if found is not None:
-                return found
-        check_tags(new.tags)
-        policy = parse_policy(new.policy)
-        if new.idempotency_key and dedup_window_ms(policy) <= 0:
-            new = msgspec.structs.replace(new, idempotency_key=None)
-        await store.add_queue(QueueNames(lane_id, kind, namespace, required_of(policy)), registered_by=creator)
-        submission = self._submissions.check(new, uuid)
-        assert submission is not None
-        return submission
+        (answer,) = await self._look_up([new], [uuid])
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+    async def _check_all(
+        self, items: Sequence[NewExecution], uuids: Sequence[str]
+    ) -> list[Submission | Duplicate | EngineError]:
+        """For each: the checked item, the execution that it duplicates, or why it is refused."""
+        checked: list[Submission | Duplicate | EngineError | None] = []
+        for new, uuid in zip(items, uuids, strict=True):
+            try:
+                checked.append(self._submissions.check(new, uuid))
+            except EngineError as refused:
+                checked.append(refused)
+        if open_at := [at for at, answer in enumerate(checked) if answer is None]:
+            found: Sequence[Submission | Duplicate | EngineError]
+            try:
+                found = await self._look_up([items[at] for at in open_at], [uuids[at] for at in open_at])
+            except EngineError as failed:
+                found = [failed.copy() for _ in open_at]
+            for at, answer in zip(open_at, found, strict=True):
+                checked[at] = answer
+        return [answer for answer in checked if answer is not None]
+
+    async def _look_up(
+        self, news: Sequence[NewExecution], uuids: Sequence[str]
+    ) -> list[Submission | Duplicate | EngineError]:
+        """Check items that need the store: their queues are new, or their tags or policies are invalid."""
+        answers: list[Submission | Duplicate | EngineError | None] = [None] * len(news)
+        possible: list[tuple[int, PossibleDuplicate]] = []
+        parents: set[str] = set()
+        policies: set[UUID] = set()
+        items = list(news)
+        for at, new in enumerate(items):
+            try:
+                check_lane_id(new.lane_id)
+                check_text(new.creator_identity, "creator_identity")
+                check_short(new.namespace, "namespace")
+                check_text(new.execution_kind, "execution_kind")
+                # A duplicate is answered before its tags and policy are checked, and registers no names.
+                if new.execution_id is not None or new.idempotency_key:
+                    possible.append((at, self._possible_duplicate(new, uuids[at])))
+            except EngineError as refused:
+                answers[at] = refused
+        if possible:
+            found = await self._find_duplicates([candidate for _, candidate in possible])
+            for (at, _), duplicate in zip(possible, found, strict=True):
+                answers[at] = duplicate
+        for at, new in enumerate(items):
+            if answers[at] is not None:
+                continue
+            try:
+                check_tags(new.tags)
+                policy = parse_policy(new.policy)
+                if new.idempotency_key and dedup_window_ms(policy) <= 0:
+                    items[at] = msgspec.structs.replace(new, idempotency_key=None)
+                if new.parent_execution_id is not None:
+                    parents.add(check_parent_id(new.parent_execution_id))
+                if (quota_policy_id := quota_policy_of(policy)) is not None:
+                    policies.add(quota_policy_id)
+            except EngineError as refused:
+                answers[at] = refused
+        # What is known of limits may change in between, and then the queues too.
+        while open_at := [at for at, answer in enumerate(answers) if answer is None]:
+            looked = await self._rules.look_up(parents, policies)
+            queues: dict[QueueNames, str] = {}
+            for at in open_at:
+                try:
+                    check_parent(items[at].parent_execution_id, looked)
+                    if (names := self._submissions.queue_names(items[at], looked)) is not None:
+                        queues.setdefault(names, items[at].creator_identity)
+                except EngineError as refused:
+                    answers[at] = refused
+            await self._store.add_queues(queues)
+            for at in open_at:
+                try:
+                    answers[at] = answers[at] or self._submissions.check(items[at], uuids[at], looked)
+                except EngineError as refused:
+                    answers[at] = refused
+        return [answer for answer in answers if answer is not None]
 
     def _possible_duplicate(self, new: NewExecution, uuid: str) -> PossibleDuplicate:
         """The values by which the store finds the execution that an item duplicates."""

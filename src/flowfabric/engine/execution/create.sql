@@ -14,14 +14,14 @@ drawn as materialized (
 fresh as (
   insert into execution (partition_key, execution_id, place, queue_no, namespace_no, lane_no, has_tags, lifecycle_phase,
                          eligibility_state, blocking_reason, attempt_state, deadline_at, created_at, last_transition_at,
-                         instance_tag, retention_ms, creator_identity, input_payload, payload_encoding, policy)
+                         instance_tag, retention_ms, creator_identity, input_payload, payload_encoding, policy, quota_weight)
   select :partition_key::smallint, execution_id, place, :queue_no::int, :namespace_no::int, :lane_no::int,
          coalesce(is_tagged, (:are_tagged)[1]), 'runnable', 'eligible_now', 'waiting_for_worker',
          'pending_first_attempt', (select now + :deadline_ms::bigint from clock), (select now from clock), (select now from clock),
          case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end, :retention_ms::bigint,
          :creator_identity, case when octet_length(coalesce(input_payload, (:input_payloads)[1])) <= :inline_payload_bytes
                                  then coalesce(input_payload, (:input_payloads)[1]) end,
-         :payload_encoding, (select :policy::text::jsonb)
+         :payload_encoding, (select :policy::text::jsonb), :quota_weight::bigint
     from (select unnest(:execution_ids) as execution_id, unnest(places) as place, unnest(:instance_tags::text[]) as instance_tag,
                  unnest(:input_payloads::bytea[]) as input_payload, unnest(:are_tagged::boolean[]) as is_tagged
             from drawn) i
@@ -105,6 +105,7 @@ given as (
          case cardinality(:deadlines_at) when 1 then (:deadlines_at)[1] else deadline_at end as deadline_at,
          case cardinality(:deadlines_ms) when 1 then (:deadlines_ms)[1] else deadline_ms end as deadline_ms,
          case cardinality(:retentions_ms) when 1 then (:retentions_ms)[1] else retention_ms end as retention_ms,
+         case cardinality(:quota_weights) when 1 then (:quota_weights)[1] else quota_weight end as quota_weight,
          case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end as instance_tag,
          case cardinality(:tags) when 1 then (:tags)[1] else tags end as tags,
          case cardinality(:idempotency_keys) when 1 then (:idempotency_keys)[1] else idempotency_key end as idempotency_key,
@@ -115,11 +116,12 @@ given as (
                 :namespace_nos::int[], :priorities::smallint[], :execution_kinds::text[], :input_payloads::bytea[],
                 :payload_encodings::text[], :creator_identities::text[], :policies::text[], :delays_until::bigint[],
                 :delays_ms::bigint[], :deadlines_at::bigint[], :deadlines_ms::bigint[], :retentions_ms::bigint[],
-                :instance_tags::text[], :tags::text[], :idempotency_keys::text[], :key_partitions::smallint[], :key_ttls_ms::bigint[])
+                :quota_weights::bigint[], :instance_tags::text[], :tags::text[], :idempotency_keys::text[],
+                :key_partitions::smallint[], :key_ttls_ms::bigint[])
          with ordinality
          as i(partition_key, execution_id, queue_no, route_no, lane_no, namespace_no, priority, execution_kind, input_payload,
               payload_encoding, creator_identity, policy, delay_until, delay_ms, deadline_at, deadline_ms,
-              retention_ms, instance_tag, tags, idempotency_key, key_partition, key_ttl_ms, nth)
+              retention_ms, quota_weight, instance_tag, tags, idempotency_key, key_partition, key_ttl_ms, nth)
 ),
 item as materialized (
   select i.*, c.now, not exists (select from refusing r where r.lane_no = i.lane_no) as lane_accepts,
@@ -149,14 +151,15 @@ fresh as (
   insert into execution (partition_key, execution_id, place, queue_no, namespace_no, lane_no, has_tags, lifecycle_phase,
                          eligibility_state, blocking_reason, attempt_state, delay_until, deadline_at, created_at,
                          last_transition_at, instance_tag, retention_ms, blocking_detail, creator_identity, input_payload,
-                         payload_encoding, policy)
+                         payload_encoding, policy, quota_weight)
   select partition_key, execution_id, place, queue_no, namespace_no, lane_no, tags is not null, 'runnable',
          (case when is_delayed then 'not_eligible_until_time' else 'eligible_now' end)::eligibility_state,
          (case when is_delayed then 'waiting_for_delay' else 'waiting_for_worker' end)::blocking_reason,
          'pending_first_attempt', case when is_delayed then delay_until end,
          coalesce(deadline_at, now + deadline_ms), now, now, instance_tag, retention_ms,
          case when is_delayed then 'delayed until ' || delay_until end, creator_identity,
-         case when octet_length(input_payload) <= :inline_payload_bytes then input_payload end, payload_encoding, policy::jsonb
+         case when octet_length(input_payload) <= :inline_payload_bytes then input_payload end, payload_encoding, policy::jsonb,
+         quota_weight
     from (select i.*, idempotency_key is null or execution_id in (select execution_id from won) as is_free from item i) i
    where lane_accepts and is_free
    order by partition_key, execution_id

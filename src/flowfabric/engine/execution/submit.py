@@ -48,8 +48,12 @@ class Submit:
         delay_until: int | None = None,
         delay_ms: int | None = None,
         execution_deadline_at: int | None = None,
+        parent_execution_id: ExecutionId | str | None = None,
     ) -> Created | Duplicate:
-        """Create an execution; return a `Duplicate` if its id or its unexpired idempotency key is already in use."""
+        """Create an execution; return a `Duplicate` if its id or its unexpired idempotency key is already in use.
+
+        It has the budgets and the quota of its parent too.
+        """
         new = NewExecution(
             namespace=namespace,
             lane_id=lane_id,
@@ -65,6 +69,7 @@ class Submit:
             delay_until=delay_until,
             delay_ms=delay_ms,
             execution_deadline_at=execution_deadline_at,
+            parent_execution_id=parent_execution_id,
         )
         minted = mint_uuid_texts(1)[0]
         try:

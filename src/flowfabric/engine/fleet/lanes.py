@@ -1,5 +1,7 @@
 """Lanes: list them, and change what each accepts."""
 
+import msgspec
+
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import corruption, literal
 from flowfabric.engine.store import Store
@@ -12,6 +14,8 @@ from flowfabric.model.text import check_limit, shown, word_of
 SQL = statements_beside(__file__)
 
 MAX_LIMIT = 1000
+
+_read_weights = msgspec.json.Decoder(dict[str, float]).decode
 
 
 class Lanes:
@@ -45,6 +49,9 @@ class Lanes:
                 state=literal(LaneState, row["state"], context="list_lanes", field="state"),
                 registered_at=row["registered_at"],
                 registered_by=row["registered_by"],
+                fair_by=row["fair_by"],
+                weights=_read_weights(row["fair_weights"] or "{}"),
+                ageing_ms=row["ageing_ms"],
             )
             for row in rows[:limit]
         ]

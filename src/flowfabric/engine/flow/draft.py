@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from flowfabric.engine.execution.checking import Submission, Submissions, required_of
-from flowfabric.engine.store import QueueNames, Store
+from flowfabric.engine.core.queues import QueueNames
+from flowfabric.engine.execution.checking import Submission, Submissions
+from flowfabric.engine.execution.limits import NOTHING, Inherited, LimitRules, Looked, own_limits, quota_policy_of
+from flowfabric.engine.store import Store
 from flowfabric.model.edge import EdgePolicy
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import NewExecution
@@ -44,6 +46,8 @@ class NewFlow(NamedTuple):
     nodes: Sequence[FlowNode | Mapping[str, Any]]
     edges: Sequence[FlowEdge | Mapping[str, Any]]
     groups: Mapping[str, EdgePolicy | Mapping[str, Any]] | None
+    limits: Inherited | None
+    """The limits of the flow, None without any."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,10 +66,11 @@ class Draft:
     given_ids: Mapping[str, int]
     """The positions of the nodes whose ids the caller has given, by these ids."""
     edge_uuids: Sequence[str]
+    limits: Inherited | None
     members: Sequence[Submission]
-    """The nodes in order; those of new queues are missing until `Drafts.register`."""
-    new_queues: Mapping[QueueNames, str]
-    """The queues that this process has not used before, each with who creates its first execution."""
+    """The nodes in order; those that need something of the store are missing until `Drafts.register`."""
+    policies: Sequence[ExecutionPolicy | None]
+    """The policies of those that are missing."""
 
     @property
     def execution_ids(self) -> dict[str, ExecutionId]:
@@ -87,9 +92,10 @@ class Draft:
 class Drafts:
     """Checks flows, and caches what many of their nodes share."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, rules: LimitRules) -> None:
         self._store = store
-        self._submissions = Submissions(store)
+        self._rules = rules
+        self._submissions = Submissions(store, rules)
 
     async def check(self, partition_key: int, flow_id: FlowId, new: NewFlow) -> Draft:
         """Check a whole flow without writing anything."""
@@ -103,8 +109,9 @@ class Drafts:
         names: dict[str, int] = {}
         news: list[NewExecution] = []
         members: list[Submission] = []
-        queues: dict[QueueNames, str] = {}
+        missing: list[ExecutionPolicy | None] = []
         policies: _Policies = {}
+        looked = Looked({}, flow=new.limits)
         for nth, (given, uuid) in enumerate(zip(new.nodes, tuple(uuids), strict=True)):
             node = part_of(given, FlowNode, f"nodes[{nth}]")
             add_name(names, node.name, f"nodes[{nth}]")
@@ -112,13 +119,13 @@ class Drafts:
                 uuids[nth] = uuid = _given_uuid(node.execution_id, partition_key, flow_id, given_ids, nth)
             try:
                 execution = _execution_of(node, new.namespace, prefix + uuid, policies)
-                member = self._submissions.check(execution, uuid)
+                member = self._submissions.check(execution, uuid, looked)
                 if member is None:
-                    queues.setdefault(*_queue_of(execution))
+                    missing.append(_policy_of(execution, new.limits))
                 else:
                     members.append(member)
             except EngineError as refused:
-                raise error(refused.code, f"nodes[{nth}].{_FIELDS.get(refused.code, '')}{refused.detail}") from None
+                raise _error_of_node(nth, refused) from None
             news.append(execution)
             if nth % NODES_PER_TURN == NODES_PER_TURN - 1:
                 await asyncio.sleep(0)
@@ -135,21 +142,35 @@ class Drafts:
             uuids=uuids,
             given_ids=given_ids,
             edge_uuids=mint_uuid_texts(len(graph.upstreams)),
+            limits=new.limits,
             members=members,
-            new_queues=queues,
+            policies=missing,
         )
 
     async def register(self, draft: Draft) -> None:
         """Create the queues that the store does not have yet, so that every member has the numbers of its queue."""
-        for queue, registered_by in draft.new_queues.items():
-            await self._store.add_queue(queue, registered_by=registered_by)
-        if len(draft.members) < len(draft.uuids):
+        if len(draft.members) == len(draft.uuids):
+            return
+        named = {policy for each in draft.policies if (policy := quota_policy_of(each)) is not None}
+        if draft.limits is not None and draft.limits.quota_policy_id is not None:
+            named.add(draft.limits.quota_policy_id)
+        # What is known of limits may change in between, and then the queues too.
+        while len(draft.members) < len(draft.uuids):
+            looked = await self._rules.look_up((), named, draft.limits)
+            queues: dict[QueueNames, str] = {}
+            for execution in draft.news:
+                if (names := self._submissions.queue_names(execution, looked)) is not None:
+                    queues.setdefault(names, execution.creator_identity)
+            await self._store.add_queues(queues)
             members = []
             for execution, uuid in zip(draft.news, draft.uuids, strict=True):
-                member = self._submissions.check(execution, uuid)
-                assert member is not None
-                members.append(member)
+                if (member := self._submissions.check(execution, uuid, looked)) is not None:
+                    members.append(member)
             draft.members = members
+
+
+def _error_of_node(nth: int, refused: EngineError) -> EngineError:
+    return error(refused.code, f"nodes[{nth}].{_FIELDS.get(refused.code, '')}{refused.detail}")
 
 
 def _given_uuid(given: object, partition_key: int, flow_id: FlowId, given_ids: dict[str, int], nth: int) -> str:
@@ -193,11 +214,12 @@ def _execution_of(node: FlowNode, namespace: str, execution_id: str, policies: _
     )
 
 
-def _queue_of(execution: NewExecution) -> tuple[QueueNames, str]:
-    """The queue of an execution that could not be checked without the store, and who creates the execution."""
-    lane_id = check_lane_id(execution.lane_id)
-    kind = check_text(execution.execution_kind, "execution_kind")
-    creator = check_text(execution.creator_identity, "creator_identity")
+def _policy_of(execution: NewExecution, limits: Inherited | None) -> ExecutionPolicy | None:
+    """The policy of an execution that could not be checked without the store; raises if that cannot help."""
+    check_lane_id(execution.lane_id)
+    check_text(execution.execution_kind, "execution_kind")
+    check_text(execution.creator_identity, "creator_identity")
     check_tags(execution.tags)
     policy = parse_policy(execution.policy)
-    return QueueNames(lane_id, kind, execution.namespace, required_of(policy)), creator
+    own_limits(policy, limits or NOTHING)
+    return policy

@@ -1,6 +1,6 @@
 """Graphs built step by step: flows are created, get members and edges, and edges are applied."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
@@ -8,6 +8,8 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.row import lock_execution_if_exists
 from flowfabric.engine.core.stored import literal
 from flowfabric.engine.core.transition import BLOCKED_BY_DEPENDENCIES
+from flowfabric.engine.execution.limits import LimitRules
+from flowfabric.engine.flow.limits import FlowLimits, flow_limits, limit_columns
 from flowfabric.engine.flow.resolve import ResolvedEdges, Resolver, outcome_of_upstream
 from flowfabric.engine.flow.row import (
     LockedFlow,
@@ -58,15 +60,26 @@ MAX_REVISION = 2**63 - 1
 class Graph:
     """The operations that build the graph of a flow."""
 
-    def __init__(self, store: Store, resolver: Resolver) -> None:
+    def __init__(self, store: Store, resolver: Resolver, rules: LimitRules) -> None:
         self._store = store
         self._resolver = resolver
+        self._limits = FlowLimits(store, rules)
 
     async def create_flow(
-        self, flow_id: UUID | str, *, flow_kind: str, namespace: str
+        self,
+        flow_id: UUID | str,
+        *,
+        flow_kind: str,
+        namespace: str,
+        budget_ids: Sequence[UUID | str] = (),
+        quota_policy_id: UUID | str | None = None,
     ) -> FlowCreated | FlowAlreadySatisfied:
-        """Create an empty flow; if there is one with this id, nothing is compared or changed."""
+        """Create an empty flow; if there is one with this id, nothing is compared or changed.
+
+        Its limits are those of every member.
+        """
         partition, parsed = check_flow_id(self._store, flow_id)
+        limits = flow_limits(budget_ids, quota_policy_id)
         kind, namespace = check_short(flow_kind, "flow_kind"), check_short(namespace, "namespace")
         if not await flow_exists(self._store, partition, parsed):
             rows = await self._store.fetch(
@@ -76,6 +89,7 @@ class Graph:
                 namespace_no=await self._store.namespace_no(namespace),
                 flow_kind=kind,
                 retention_ms=self._store.rules.retention_ms,
+                **limit_columns(limits),
             )
             # Without a row, another session has created it since; its commit is confirmed too.
             if rows or not await flow_exists(self._store, partition, parsed):
@@ -85,12 +99,15 @@ class Graph:
     async def add_execution_to_flow(
         self, flow_id: UUID | str, execution_id: ExecutionId | str
     ) -> Added | AlreadyMember:
-        """Make an execution in any state a member of a flow, which it never leaves."""
+        """Make an execution in any state a member of a flow, which it never leaves.
+
+        If the flow has limits, it gets them, unless it is active or has ended: then it is refused.
+        """
         partition, flow = check_flow_id(self._store, flow_id)
         member = _check_partition(partition, flow, parse_execution_id(execution_id))
         key = {"partition_key": partition, "execution_id": split_execution_id(member)[1]}
 
-        async def add(transaction: Transaction) -> tuple[Added | AlreadyMember, bool]:
+        async def add(transaction: Transaction) -> tuple[Added | AlreadyMember, bool, list[Record]] | None:
             locked = await lock_open_flow(transaction, partition, flow)
             rows = await transaction.fetch(SQL.lock_new_member, **key)
             if not rows:
@@ -98,7 +115,7 @@ class Graph:
             if (other := rows[0]["flow_id"]) is not None:
                 if other != flow:
                     raise error("execution_already_in_flow", f"already_member_of_different_flow:{other}")
-                return AlreadyMember(execution_id=member, node_count=locked.node_count), False
+                return AlreadyMember(execution_id=member, node_count=locked.node_count), False, []
             (left,) = await transaction.fetch(SQL.read_left_edges, **key, flow_id=flow)
             if left["has_edges"]:
                 raise error(
@@ -106,6 +123,8 @@ class Graph:
                     f"flow {flow} has edges of an earlier member with the id {member}, which is deleted; "
                     "create the execution with another id",
                 )
+            if (moved := await queue.move(transaction, flow, rows[0], key)) is None:
+                return None
             (row,) = await transaction.fetch(SQL.add_member, **key, flow_id=flow)
             outcome = literal(
                 TerminalOutcome, rows[0]["terminal_outcome"], context=f"execution {member}", field="terminal_outcome"
@@ -117,9 +136,15 @@ class Graph:
                 failed=int(outcome in FAILED_OUTCOMES),
             )
             has_changed = await change_members(transaction, [change])
-            return Added(execution_id=member, new_node_count=row["node_count"]), has_changed
+            return Added(execution_id=member, new_node_count=row["node_count"]), has_changed, moved
 
-        answer, has_changed = await self._store.transact(add, execution_id=member)
+        added = None
+        while added is None:
+            queue = await self._limits.queue_of(flow, key)
+            added = await self._store.transact(add, execution_id=member)
+        answer, has_changed, moved = added
+        if moved:
+            self._store.wakeups.work_of(moved)
         if has_changed:
             self._store.wakeups.events(EventFamily.OPERATOR)
         return answer

@@ -1,13 +1,22 @@
 -- name: insert_empty_flow
--- Creates an empty flow; no row if there is one with its id.
-insert into flow (partition_key, flow_id, namespace_no, flow_kind, retain_until, created_at, last_mutation_at)
-select :partition_key, :flow_id, :namespace_no, :flow_kind, c.now + :retention_ms::bigint, c.now, c.now from (select ff_now() as now) c
-on conflict (partition_key, flow_id) do nothing
-returning flow_id;
+-- Creates an empty flow with its limits; no row if there is one with its id.
+with clock as materialized (select ff_now() as now),
+made as (
+  insert into flow (partition_key, flow_id, namespace_no, flow_kind, retain_until, created_at, last_mutation_at)
+  select :partition_key, :flow_id, :namespace_no, :flow_kind, c.now + :retention_ms::bigint, c.now, c.now from clock c
+  on conflict (partition_key, flow_id) do nothing
+  returning flow_id
+),
+limited as (
+  insert into limit_attachment (scope_type, scope_id, limit_type, limit_id, attached_at)
+  select 'flow', m.flow_id::text, l.limit_type, l.limit_id, c.now
+    from made m cross join clock c cross join unnest(:limit_types::text[], :limit_ids::uuid[]) as l(limit_type, limit_id)
+)
+select flow_id from made;
 
 -- name: lock_new_member
 -- Locks an execution until the transaction ends, waiting for it.
-select flow_id, terminal_outcome from execution
+select flow_id, terminal_outcome, lifecycle_phase, queue_no from execution
  where partition_key = :partition_key and execution_id = :execution_id
    for update;
 

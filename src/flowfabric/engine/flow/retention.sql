@@ -54,6 +54,8 @@ tags as (
   delete from flow_tag t using deleted d where t.partition_key = any(array[d.partition_key]) and t.flow_id = d.flow_id),
 summaries as (
   delete from flow_summary s using deleted d where s.partition_key = any(array[d.partition_key]) and s.flow_id = d.flow_id),
+limits as (
+  delete from limit_attachment a using deleted d where a.scope_type = 'flow' and a.scope_id = d.flow_id::text),
 kept as (
   update flow f
      set retain_until = case

@@ -15,8 +15,10 @@ from flowfabric.db.statements import short_column, short_columns, statements_bes
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.execution.create import lane_refusal
+from flowfabric.engine.execution.limits import LimitRules
 from flowfabric.engine.execution.submit import until_deadline
 from flowfabric.engine.flow.draft import Draft, Drafts, NewFlow
+from flowfabric.engine.flow.limits import flow_limits, limit_columns
 from flowfabric.engine.flow.row import check_flow_id, flow_exists
 from flowfabric.engine.store import Store, error_of
 from flowfabric.model.edge import EdgePolicy, edge_policy_columns
@@ -56,6 +58,7 @@ _SHAPE_COLUMNS = (
     "policies",
     "deadlines_ms",
     "retentions_ms",
+    "quota_weights",
 )
 _of_shape = itemgetter(
     "queue_no",
@@ -66,6 +69,7 @@ _of_shape = itemgetter(
     "policy",
     "deadline_ms",
     "retention_ms",
+    "quota_weight",
 )
 _EDGE_COLUMNS = ("edge_ids", "upstream_ids", "downstream_ids", "dependency_kinds", "data_passing_refs")
 _GROUP_COLUMNS = ("group_policies", "ks", "effects", "group_edge_counts")
@@ -74,9 +78,10 @@ _GROUP_COLUMNS = ("group_policies", "ks", "effects", "group_edge_counts")
 class SubmitFlow:
     """Submits whole flows, and retries for a limited time what failed by a fault of the store."""
 
-    def __init__(self, store: Store, *, patience_ms: int) -> None:
+    def __init__(self, store: Store, rules: LimitRules, *, patience_ms: int) -> None:
         self._store = store
-        self._drafts = Drafts(store)
+        self._rules = rules
+        self._drafts = Drafts(store, rules)
         self._patience = patience_ms / 1000
 
     async def submit_flow(
@@ -89,13 +94,16 @@ class SubmitFlow:
         groups: Mapping[str, EdgePolicy | Mapping[str, Any]] | None = None,
         tags: Mapping[str, str] | None = None,
         flow_id: UUID | str | None = None,
+        budget_ids: Sequence[UUID | str] = (),
+        quota_policy_id: UUID | str | None = None,
     ) -> FlowSubmitted | FlowAlreadySatisfied:
-        """Create a flow with all its members, edges and groups in one transaction.
+        """Create a flow with all its members, edges and groups in one transaction; every member has its limits.
 
         The flow id is the idempotency key: if it is in use, nothing is compared or written. Give one, so that the call
         can be repeated when its answer was lost.
         """
         partition_key, parsed = check_flow_id(self._store, uuid7() if flow_id is None else flow_id)
+        limits = flow_limits(budget_ids, quota_policy_id)
         draft: Draft | None = None
 
         async def submit() -> FlowSubmitted | FlowAlreadySatisfied:
@@ -103,7 +111,8 @@ class SubmitFlow:
             if draft is None:
                 if flow_id is not None and await flow_exists(self._store, partition_key, parsed):
                     return FlowAlreadySatisfied(flow_id=parsed)
-                new = NewFlow(flow_kind, namespace, tags, nodes, edges, groups)
+                await self._rules.ready()
+                new = NewFlow(flow_kind, namespace, tags, nodes, edges, groups, limits)
                 draft = await self._drafts.check(partition_key, parsed, new)
             return await self._insert(draft, is_minted=flow_id is None)
 
@@ -281,6 +290,7 @@ def _flow_values(draft: Draft) -> dict[str, object]:
         "flow_lane_nos": list(dict.fromkeys(member.shape.columns["lane_no"] for member in members)),
         "tag_keys": list(draft.tags),
         "tag_values": list(draft.tags.values()),
+        **limit_columns(draft.limits),
         "lock_timeout": LOCK_TIMEOUT,
     }
 

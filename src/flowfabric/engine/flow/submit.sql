@@ -34,15 +34,16 @@ given as (
            case cardinality(:deadlines_at) when 1 then (:deadlines_at)[1] else deadline_at end,
            (select now from began) + case cardinality(:deadlines_ms) when 1 then (:deadlines_ms)[1] else deadline_ms end) as deadline_at,
          case cardinality(:retentions_ms) when 1 then (:retentions_ms)[1] else retention_ms end as retention_ms,
+         case cardinality(:quota_weights) when 1 then (:quota_weights)[1] else quota_weight end as quota_weight,
          case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end as instance_tag,
          case cardinality(:tags) when 1 then (:tags)[1] else tags end as tags,
          coalesce(inbound, (:inbound_counts)[1]) as inbound
     from unnest(:execution_ids::uuid[], :queue_nos::int[], :route_nos::int[], :lane_nos::int[], :priorities::smallint[],
                 :input_payloads::bytea[], :payload_encodings::text[], :creator_identities::text[], :policies::text[],
                 :delays_until::bigint[], :delays_ms::bigint[], :deadlines_at::bigint[], :deadlines_ms::bigint[],
-                :retentions_ms::bigint[], :instance_tags::text[], :tags::text[], :inbound_counts::int[])
+                :retentions_ms::bigint[], :quota_weights::bigint[], :instance_tags::text[], :tags::text[], :inbound_counts::int[])
          as i(execution_id, queue_no, route_no, lane_no, priority, input_payload, payload_encoding, creator_identity, policy,
-              delay_until, delay_ms, deadline_at, deadline_ms, retention_ms, instance_tag, tags, inbound)
+              delay_until, delay_ms, deadline_at, deadline_ms, retention_ms, quota_weight, instance_tag, tags, inbound)
 ),
 item as materialized (
   select i.*, c.now, i.inbound > 0 as is_blocked, coalesce(i.delay_until > c.now, false) as is_delayed,
@@ -54,7 +55,7 @@ fresh as (
   insert into execution (partition_key, execution_id, flow_id, place, queue_no, namespace_no, lane_no, has_tags, lifecycle_phase,
                          eligibility_state, blocking_reason, attempt_state, delay_until, deadline_at, created_at,
                          last_transition_at, instance_tag, retention_ms, blocking_detail, creator_identity, input_payload,
-                         payload_encoding, policy)
+                         payload_encoding, policy, quota_weight)
   select :partition_key::smallint, execution_id, :flow_id::uuid, place, queue_no, :namespace_no::int, lane_no, tags is not null, 'runnable',
          (case when is_blocked then 'blocked_by_dependencies' when is_delayed then 'not_eligible_until_time'
                else 'eligible_now' end)::eligibility_state,
@@ -63,7 +64,7 @@ fresh as (
          'pending_first_attempt', case when is_delayed then delay_until end, deadline_at, now, now, instance_tag, retention_ms,
          case when is_blocked then inbound || ' dep(s) unresolved' when is_delayed then 'delayed until ' || delay_until end,
          creator_identity, case when octet_length(input_payload) <= :inline_payload_bytes then input_payload end, payload_encoding,
-         policy::jsonb
+         policy::jsonb, quota_weight
     from item
 ),
 queued as (
@@ -128,7 +129,7 @@ union all
 select null, null, null, null, min(delay_until - now) from item where is_delayed and not is_blocked having count(*) > 0
 
 -- name: insert_flow
--- Creates a flow, its tags and its first part, unless the flow exists or a lane refuses submissions. Returns which of them it is, and the
+-- Creates a flow, its tags, its limits and its first part, unless the flow exists or a lane refuses submissions. Returns which of them it is, and the
 -- work of the part. Waits at most :lock_timeout for another transaction that is creating the flow.
 with clock as materialized (select ff_now() as now, set_config('lock_timeout', :lock_timeout, true)),
 refusing as materialized (
@@ -154,6 +155,11 @@ flow_tagged as (
   insert into flow_tag (partition_key, flow_id, key, value)
   select f.partition_key, f.flow_id, t.key, t.value
     from new_flow f cross join unnest(:tag_keys::text[], :tag_values::text[]) as t(key, value)
+),
+limited as (
+  insert into limit_attachment (scope_type, scope_id, limit_type, limit_id, attached_at)
+  select 'flow', f.flow_id::text, l.limit_type, l.limit_id, c.now
+    from new_flow f cross join clock c cross join unnest(:limit_types::text[], :limit_ids::uuid[]) as l(limit_type, limit_id)
 ),
 began as materialized (select now from clock where exists (select from new_flow)),
 -- include: part

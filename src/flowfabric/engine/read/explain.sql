@@ -7,7 +7,7 @@ subject as materialized (
   select e.partition_key, e.execution_id, e.place, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.blocking_reason,
          e.terminal_outcome, e.attempt_state, e.public_state, e.last_transition_at, e.blocking_detail, e.delay_until,
          e.lease_expires_at, e.attempt_count, e.reclaim_count, e.completed_at, e.failure_reason, e.cancellation_reason,
-         e.lane_no, e.granted_until, e.suspension_id, e.flow_id, l.lane_id, l.state as lane_state, c.required, n.namespace,
+         e.lane_no, e.granted_until, e.suspension_id, e.flow_id, l.lane_id, l.state as lane_state, ff_required(c.required) as required, n.namespace,
          e.execution_kind, e.policy, w.worker_id, w.worker_instance_id,
          (select true from ready r where r.route_no = q.route_no and r.queue_no = e.queue_no and r.place = e.place) is not null as is_claimable
     from execution_detail e

@@ -115,5 +115,5 @@ select w.execution_id, w.queue_no
  where not exists (
        select from live r
         where l.lane_id = any(r.lanes) and (r.serves_all_namespaces or r.namespace = n.namespace)
-          and (r.kinds is null or k.execution_kind = any(r.kinds)) and r.capabilities @> coalesce(s.required, '{}'))
+          and (r.kinds is null or k.execution_kind = any(r.kinds)) and r.capabilities @> ff_required(s.required))
  order by w.execution_id limit :limit;

@@ -91,7 +91,7 @@ select n.namespace
 -- The fields of one execution as text. Lease fields are set while there is a lease, pending_ fields while an attempt is
 -- pending; failure and progress are those of the latest attempt.
 select n.namespace, l.lane_id, l.lane_id as current_lane, e.execution_kind, e.creator_identity, e.payload_encoding,
-       e.priority::text as priority, array_to_string(c.required, ',') as required_capabilities, e.flow_id::text as flow_id,
+       e.priority::text as priority, array_to_string(ff_required(c.required), ',') as required_capabilities, e.flow_id::text as flow_id,
        e.lifecycle_phase::text as lifecycle_phase, e.ownership_state::text as ownership_state,
        e.eligibility_state::text as eligibility_state, e.blocking_reason::text as blocking_reason,
        e.terminal_outcome::text as terminal_outcome, e.attempt_state::text as attempt_state,
