@@ -1,0 +1,77 @@
+"""Admission within claims: exactly what the limits allow, in the order of the queue."""
+
+from collections import Counter
+from uuid import UUID, uuid4
+
+import pytest
+
+from engine.state import claim, items, new
+from fixtures import Clock, Given, Rows
+from flowfabric.engine.engine import Engine
+
+
+async def quota(
+    engine: Engine, *, running: int = 0, rate: int = 0, window: int = 60, key_from: str | None = None
+) -> UUID:
+    """A new quota policy."""
+    quota_policy_id = uuid4()
+    await engine.create_quota_policy(
+        quota_policy_id,
+        window_seconds=window,
+        max_requests_per_window=rate,
+        max_concurrent=running,
+        key_from=key_from,
+    )
+    return quota_policy_id
+
+
+def limited(quota_policy_id: UUID, **more: object) -> dict[str, object]:
+    """The policy of executions that a quota limits."""
+    return {"quota_policy_id": str(quota_policy_id), **more}
+
+
+async def test_a_claim_leases_as_many_as_there_are_slots(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
+    policy = limited(await quota(engine, running=3))
+    ids = [await given.created(policy=policy) for _ in range(8)]
+    runs = await claim(engine)
+    assert [run.execution_id for run in runs] == ids[:3]
+    assert await claim(engine) == []
+    head, behind = await rows.execution(ids[3]), await rows.execution(ids[4])
+    assert (head["public_state"], head["blocking_reason"]) == ("rate_limited", "waiting_for_quota")
+    assert head["blocking_detail"] == f"quota {policy['quota_policy_id']}: concurrency cap 3"
+    assert (behind["public_state"], behind["blocking_reason"]) == ("waiting", "waiting_for_worker")
+    await engine.complete_many([(run.handle, b"") for run in runs[:2]])
+    assert [run.execution_id for run in await claim(engine)] == ids[3:5]
+
+
+async def test_work_without_limits_passes_blocked_work_and_keeps_its_order(
+    engine: Engine, given: Given, clock: Clock
+) -> None:
+    policy = limited(await quota(engine, running=1))
+    first = await given.created(policy=policy, priority=9)
+    blocked = [await given.created(policy=policy, priority=8) for _ in range(20)]
+    low = await given.created(priority=1)
+    high = await given.created(priority=9)
+    runs = await claim(engine)
+    assert [run.execution_id for run in runs] == [first, high, low]
+    await engine.complete(runs[0].handle, b"")
+    assert [run.execution_id for run in await claim(engine)] == blocked[:1]
+
+
+async def test_each_key_has_slots_of_its_own(engine: Engine, given: Given, clock: Clock) -> None:
+    policy = limited(await quota(engine, running=2, key_from="tag:app.tenant"))
+    await engine.create_many(items(*[new(policy=policy, tags={"app.tenant": f"t{n % 5}"}) for n in range(50)]))
+    runs = await claim(engine, limit=100)
+    assert Counter(run.tags["app.tenant"] for run in runs) == {f"t{n}": 2 for n in range(5)}
+
+
+async def test_a_rate_lets_through_what_leaves_the_window(engine: Engine, given: Given, clock: Clock) -> None:
+    policy = limited(await quota(engine, rate=3, window=10))
+    ids = [await given.created(policy=policy) for _ in range(9)]
+    assert [run.execution_id for run in await claim(engine)] == ids[:3]
+    await clock.advance(seconds=9)
+    assert await claim(engine) == []
+    await clock.advance(seconds=1)
+    assert [run.execution_id for run in await claim(engine)] == ids[3:6]
