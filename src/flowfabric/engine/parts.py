@@ -205,7 +205,12 @@ class Parts:
             renewals,
         )
         cascades = (self.flow_cancel, self.cascade, self.siblings)
-        drains = [results.close, flow_endings.close, *(service.drain for service in (*drained, *cascades))]
+        drains = [
+            results.close,
+            flow_endings.close,
+            limited_claims.close,
+            *(service.drain for service in (*drained, *cascades)),
+        ]
         self.shutdown = services.add(Shutdown(claims, self.flow_cancel, (results, *waits), drains))
 
     @property

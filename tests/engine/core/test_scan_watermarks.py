@@ -3,7 +3,8 @@
 import pytest
 
 from engine.state import HandClock
-from flowfabric.engine.core.watermark import BAND_BITS, ScanWatermarks, Watermarks
+from flowfabric.engine.core.place import BAND_BITS
+from flowfabric.engine.core.watermark import ScanWatermarks, Watermarks
 
 END = 2**63 - 1
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.state import HandClock
 from flowfabric.engine.core.turns import UNFAIR, Changes, Fairness, Head, Span, Turns
-from flowfabric.engine.core.watermark import BAND_BITS
+from flowfabric.engine.core.place import BAND_BITS
 
 LANE = "lane"
 NOW = 1_000_000

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from flowfabric.engine.core.fair_queueing import Client, Schedule, nested_turns
-from flowfabric.engine.core.watermark import BAND_BITS
+from flowfabric.engine.core.place import BAND_BITS
 
 _END = 2**63 - 1
 _Band: TypeAlias = tuple[int, int]
@@ -157,6 +157,8 @@ class Turns:
         self._valid_until = float("-inf")
         self._has_unknown = False
         self._ms_ahead = 0.0
+        self.route_nos: frozenset[int] = frozenset()
+        """The routes of the queues that it serves."""
 
     @contextmanager
     def scanning(self) -> Iterator[Changes]:
@@ -167,6 +169,10 @@ class Turns:
             yield changes
         finally:
             self._running = [each for each in self._running if each is not changes]
+
+    def expire(self) -> None:
+        """Do a full scan before the next claim."""
+        self._valid_until = float("-inf")
 
     @property
     def needs_scan(self) -> bool:

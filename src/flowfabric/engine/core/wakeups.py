@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from flowfabric.db.database import Record
 from flowfabric.db.notify import EVERYTHING, Hints
-from flowfabric.engine.core.watermark import BAND_BITS, Watermarks
+from flowfabric.engine.core.place import BAND_BITS
+from flowfabric.engine.core.watermark import Watermarks
 from flowfabric.model.event import EventFamily
 from flowfabric.model.ids import ExecutionId
 

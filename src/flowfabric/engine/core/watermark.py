@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TypeAlias
 
-BAND_BITS = 48
-"""A place is the priority band shifted left by these bits, plus a sequence number."""
+from flowfabric.engine.core.place import BAND_BITS
+from flowfabric.engine.core.turns import Turns
+
 _END = 2**63 - 1
 _ANY_ROUTE = 0
 
@@ -138,6 +139,7 @@ class Watermarks:
         self._clock = clock
         self._by_route: dict[Hashable, ScanWatermarks] = {}
         self._by_queue: dict[Hashable, ScanWatermarks] = {}
+        self._turns: dict[Hashable, Turns] = {}
         self._appearances: Counter[int] = Counter()
 
     def of_routes(self, claim: Hashable) -> ScanWatermarks:
@@ -148,6 +150,18 @@ class Watermarks:
         """The watermarks of one kind of claim that scans queues."""
         return self._of(self._by_queue, claim)
 
+    def turns_of(self, claim: Hashable) -> Turns:
+        """The turns of the queues that one kind of claim serves."""
+        if (turns := self._turns.get(claim)) is None:
+            while len(self._turns) >= self.MAX_KINDS:
+                del self._turns[next(iter(self._turns))]
+            turns = self._turns[claim] = Turns(self._clock)
+        return turns
+
+    def all_turns(self) -> Iterable[Turns]:
+        """The turns of every kind of claim."""
+        return self._turns.values()
+
     def lower(self, route_no: int, queue_no: int, place: int) -> None:
         """Record that an entry of a queue has appeared at this place, possibly below a watermark."""
         self._appearances[route_no] += 1
@@ -155,6 +169,9 @@ class Watermarks:
             watermarks.lower(route_no, place)
         for watermarks in self._by_queue.values():
             watermarks.lower(queue_no, place)
+        for turns in self._turns.values():
+            if route_no in turns.route_nos:
+                turns.appeared(queue_no, place)
 
     def appearances(self, route_nos: Iterable[int]) -> int:
         """How often entries of these routes have appeared; it changes whenever another one does."""
@@ -165,6 +182,8 @@ class Watermarks:
         self._appearances[_ANY_ROUTE] += 1
         for watermarks in (*self._by_route.values(), *self._by_queue.values()):
             watermarks.clear()
+        for turns in self._turns.values():
+            turns.expire()
 
     def _of(self, known: dict[Hashable, ScanWatermarks], claim: Hashable) -> ScanWatermarks:
         if (watermarks := known.get(claim)) is None:

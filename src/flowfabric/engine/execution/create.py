@@ -12,10 +12,10 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import short_column, short_columns, statements_beside
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
+from flowfabric.engine.core.place import BAND_BITS
 from flowfabric.engine.core.queues import QueueNames
 from flowfabric.engine.core.row import execution_keys
 from flowfabric.engine.core.wakeups import Work
-from flowfabric.engine.core.watermark import BAND_BITS
 from flowfabric.engine.execution.checking import (
     MAX_PRIORITY,
     PossibleDuplicate,

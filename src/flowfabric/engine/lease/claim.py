@@ -154,8 +154,7 @@ class Claim:
             seconds = deadline - time.monotonic()
             if claimed or seconds <= 0 or self._refuses_waits:
                 return claimed
-            seconds = min(seconds, POLL_SECONDS, self._limited.seconds_to_retry(wanted.lanes))
-            await wakeups.wait_for_work(wanted.lanes, seconds, since=wakes)
+            await wakeups.wait_for_work(wanted.lanes, min(seconds, POLL_SECONDS), since=wakes)
         return []
 
     def refuse_waits(self) -> None:

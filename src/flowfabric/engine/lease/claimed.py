@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from flowfabric.db.database import Record
-from flowfabric.engine.core.watermark import BAND_BITS
+from flowfabric.engine.core.place import BAND_BITS
 from flowfabric.engine.execution.checking import MAX_PRIORITY
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ID_FORMAT, ExecutionId, LaneId, WorkerInstanceId

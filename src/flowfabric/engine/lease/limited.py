@@ -1,21 +1,21 @@
 """Claims on lanes with limits: pick candidates, admit those within their limits, lease them, in one transaction."""
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import NamedTuple
 from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import array_text, statements_beside
 from flowfabric.engine.core.admission import LIMITED, Admissions, Admitted, Candidate, Denied, is_reserved
+from flowfabric.engine.core.place import BAND_BITS
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
-from flowfabric.engine.core.wakeups import Wakeups
-from flowfabric.engine.core.watermark import BAND_BITS, Appeared, ScanWatermarks
+from flowfabric.engine.core.watermark import Appeared, ScanWatermarks
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claimed import LEAST_AHEAD_MS, Queues, claimed_of
 from flowfabric.engine.lease.finish import Finish
+from flowfabric.engine.lease.room import RoomWaits
 from flowfabric.engine.lease.scans import RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError
@@ -63,8 +63,8 @@ class Round:
     at_reclaim_limit: list[tuple[ExecutionId, int]] = field(default_factory=list)
     refused: list[UUID] = field(default_factory=list)
     """The executions at their reclaim limit."""
-    full_queues: set[int] = field(default_factory=set)
-    """The queues that have no room."""
+    full_queues: dict[int, Sequence[int]] = field(default_factory=dict)
+    """The queues that have no room, and the quota keys that limit them."""
     kept: dict[tuple[int, int], int] = field(default_factory=dict)
     """The first place that stays unclaimed, for each route and priority band."""
     has_limited: bool = False
@@ -73,8 +73,6 @@ class Round:
     """Whether it has locked as many candidates as it may."""
     is_at_reach: bool = False
     """Whether it has read as many entries as it may."""
-    full_keys: set[int] = field(default_factory=set)
-    """The quota keys that limit these queues."""
     retry_after_ms: int | None = None
     """When one of them may have room, unless another execution makes room before."""
     scan_us: int | None = None
@@ -82,8 +80,7 @@ class Round:
 
     def fill(self, queue_no: int, quota_key_nos: Sequence[int], retry_after_ms: int | None) -> None:
         """Note a queue without room."""
-        self.full_queues.add(queue_no)
-        self.full_keys.update(quota_key_nos)
+        self.full_queues[queue_no] = quota_key_nos
         if retry_after_ms is not None and (self.retry_after_ms is None or retry_after_ms < self.retry_after_ms):
             self.retry_after_ms = retry_after_ms
 
@@ -91,35 +88,6 @@ class Round:
         """Note an entry that stays unclaimed."""
         band = route_no, place >> BAND_BITS
         self.kept[band] = min(place, self.kept.get(band, place))
-
-
-class RoomWaits:
-    """Wakes the claims of lanes whose work was denied: a key of a quota has room again, or a rate lets more through."""
-
-    def __init__(self, wakeups: Wakeups) -> None:
-        self._wakeups = wakeups
-        self._lanes: dict[int, set[str]] = {}
-        self._retry_at: dict[tuple[str, ...], float] = {}
-        wakeups.on_room(self._wake)
-
-    def add(self, lanes: tuple[str, ...], quota_key_nos: Iterable[int], retry_after_ms: int | None) -> None:
-        """Wake these lanes when one of these keys has room, or after this time."""
-        for key_no in quota_key_nos:
-            self._lanes.setdefault(key_no, set()).update(lanes)
-        if retry_after_ms is None:
-            self._retry_at.pop(lanes, None)
-        else:
-            self._retry_at[lanes] = time.monotonic() + retry_after_ms / 1000
-
-    def seconds_to_retry(self, lanes: tuple[str, ...]) -> float:
-        """The time after which a rate may let something of these lanes through."""
-        return max(self._retry_at.get(lanes, inf) - time.monotonic(), 0)
-
-    def _wake(self, quota_key_nos: Iterable[int] | None) -> None:
-        woken = [
-            self._lanes.pop(key_no, ()) for key_no in (quota_key_nos if quota_key_nos is not None else [*self._lanes])
-        ]
-        self._wakeups.wake({lane for lanes in woken for lane in lanes})
 
 
 class LimitedClaims:
@@ -136,9 +104,9 @@ class LimitedClaims:
         self._quiet: dict[Wanted, tuple[int, float]] = {}
         self._waits = RoomWaits(store.wakeups)
 
-    def seconds_to_retry(self, lanes: tuple[str, ...]) -> float:
-        """The time after which a rate may let something of these lanes through."""
-        return self._waits.seconds_to_retry(lanes)
+    async def close(self) -> None:
+        """Wake no more claims."""
+        self._waits.close()
 
     async def are_needed(self, wanted: Wanted) -> bool:
         """Whether the lanes may have claimable work with limits; without it, a claim needs no admission."""
@@ -223,7 +191,7 @@ class LimitedClaims:
                 # The caller must get what the earlier rounds have taken.
                 break
             has_limited = has_limited or found.has_limited
-            self._waits.add(wanted.lanes, found.full_keys, found.retry_after_ms)
+            self._waits.add(wanted.lanes, found.full_queues.items(), found.retry_after_ms)
             self._raise(scan.watermarks, found, appeared)
             if found.taken:
                 count += len(found.taken)
@@ -233,9 +201,9 @@ class LimitedClaims:
                 # If one cannot be ended, the next round must not find it again.
                 refused += found.refused
                 await self._finish.end_at_reclaim_limit(found.at_reclaim_limit)
-            elif found.full_queues - full and (found.is_full or found.is_at_reach) and reach < MAX_REACH:
+            elif found.full_queues.keys() - full and (found.is_full or found.is_at_reach) and reach < MAX_REACH:
                 # Their entries have taken the place of others that may be within their limits.
-                full |= found.full_queues
+                full |= found.full_queues.keys()
                 reach = min(4 * reach, MAX_REACH)
                 scanned_to = 0
             elif not scanned_to:

@@ -1,0 +1,46 @@
+"""Who waits for room in a limit, and when it is worth to try again."""
+
+import asyncio
+from collections.abc import Iterable
+
+from flowfabric.engine.core.wakeups import Wakeups
+
+
+class RoomWaits:
+    """Wakes the claims of lanes whose work was denied: a key of a quota has room again, or a rate lets more through."""
+
+    def __init__(self, wakeups: Wakeups) -> None:
+        self._wakeups = wakeups
+        self._lanes: dict[int, set[str]] = {}
+        self._queues: dict[int, set[int]] = {}
+        self._timers: dict[tuple[str, ...], asyncio.TimerHandle] = {}
+        wakeups.on_room(self._wake)
+
+    def add(
+        self, lanes: tuple[str, ...], keys_of_queues: Iterable[tuple[int, Iterable[int]]], retry_after_ms: int | None
+    ) -> None:
+        """Wake these lanes when one of these keys has room, or after this time."""
+        for queue_no, quota_key_nos in keys_of_queues:
+            for key_no in quota_key_nos:
+                self._lanes.setdefault(key_no, set()).update(lanes)
+                self._queues.setdefault(key_no, set()).add(queue_no)
+        if retry_after_ms is not None:
+            if (timer := self._timers.pop(lanes, None)) is not None:
+                timer.cancel()
+            loop = asyncio.get_running_loop()
+            self._timers[lanes] = loop.call_later(retry_after_ms / 1000, self._wakeups.wake, lanes)
+
+    def close(self) -> None:
+        """Wake nobody any more."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _wake(self, quota_key_nos: Iterable[int] | None) -> None:
+        keys = [*self._lanes] if quota_key_nos is None else [*quota_key_nos]
+        lanes = {lane for key_no in keys for lane in self._lanes.pop(key_no, ())}
+        queues = {queue_no for key_no in keys for queue_no in self._queues.pop(key_no, ())}
+        if queues:
+            for turns in self._wakeups.watermarks.all_turns():
+                turns.resume(queues)
+        self._wakeups.wake(lanes)
