@@ -75,3 +75,19 @@ async def test_a_rate_lets_through_what_leaves_the_window(engine: Engine, given:
     assert await claim(engine) == []
     await clock.advance(seconds=1)
     assert [run.execution_id for run in await claim(engine)] == ids[3:6]
+
+
+async def test_a_deep_backlog_without_room_does_not_hide_the_work_behind_it(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
+    policy = limited(await quota(engine, running=2, key_from="tag:app.tenant"))
+    for _ in range(6):
+        await engine.create_many(items(*[new(policy=policy, tags={"app.tenant": "noisy"}) for _ in range(1000)]))
+    quiet = await given.created(policy=policy, tags={"app.tenant": "quiet"})
+    free = await given.created()
+    runs = await claim(engine, limit=100)
+    assert Counter(run.tags.get("app.tenant") for run in runs) == {"noisy": 2, "quiet": 1, None: 1}
+    assert {run.execution_id for run in runs} > {quiet, free}
+    assert len(await rows.of("execution", public_state="rate_limited")) <= 1
+    await engine.complete_many([(run.handle, b"") for run in runs])
+    assert [run.tags.get("app.tenant") for run in await claim(engine, limit=100)] == ["noisy", "noisy"]

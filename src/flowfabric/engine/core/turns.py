@@ -175,6 +175,11 @@ class Turns:
         self._valid_until = float("-inf")
 
     @property
+    def now_ms(self) -> int:
+        """The time of the database, as far as it is known."""
+        return int(self._clock() * 1000 + self._ms_ahead)
+
+    @property
     def needs_scan(self) -> bool:
         """Whether the next claim should do a full scan first."""
         return self._has_unknown or self._clock() >= self._valid_until
@@ -219,8 +224,7 @@ class Turns:
         lane_id, fair_group = known
         heads = self._lanes[lane_id].group(fair_group).heads
         if (head := heads.get(band)) is None:
-            now_ms = int(self._clock() * 1000 + self._ms_ahead)
-            heads[band] = Head(queue_no, lane_id, fair_group, place, now_ms)
+            heads[band] = Head(queue_no, lane_id, fair_group, place, self.now_ms)
         elif place < head.place:
             heads[band] = head._replace(place=place)
 

@@ -11,10 +11,12 @@ from flowfabric.db.statements import array_text, statements_beside
 from flowfabric.engine.core.admission import LIMITED, Admissions, Admitted, Candidate, Denied, is_reserved
 from flowfabric.engine.core.place import BAND_BITS
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
+from flowfabric.engine.core.turns import Changes, Span, Turns
 from flowfabric.engine.core.watermark import Appeared, ScanWatermarks
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claimed import LEAST_AHEAD_MS, Queues, claimed_of
 from flowfabric.engine.lease.finish import Finish
+from flowfabric.engine.lease.heads import Heads
 from flowfabric.engine.lease.room import RoomWaits
 from flowfabric.engine.lease.scans import RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.store import Store
@@ -29,6 +31,22 @@ REACH = 50
 MAX_REACH = 4000
 MAX_QUEUES = 100_000
 """How many queues are cached; each key of a quota has its own."""
+DEEP_SECONDS = 10.0
+"""How long a claim reads by queue after so many entries without room were ahead of others."""
+PAUSE_SECONDS = 1.0
+"""How long a queue without room is passed over, unless a hint says that it has room."""
+NO_ROUTES: Mapping[str, object] = {
+    "lanes": (),
+    "capabilities": (),
+    "kind_nos": None,
+    "namespace_no": None,
+    "is_filtered": False,
+    "span_sources": (0,),
+    "span_firsts": (0,),
+    "span_lasts": (0,),
+    "scanned_to": 0,
+}
+"""The parameters of a statement that reads no routes."""
 LIFE_SECONDS = 1.0
 """How long the routes with limits are cached, and how long a lane without limited work is left to other claims."""
 
@@ -38,6 +56,8 @@ class Reserved(NamedTuple):
 
     route_nos: frozenset[int]
     capabilities: tuple[str, ...]
+    takes_turns: bool
+    """Whether one of the lanes serves its queues in turns."""
     valid_until: float
 
 
@@ -65,6 +85,8 @@ class Round:
     """The executions at their reclaim limit."""
     full_queues: dict[int, Sequence[int]] = field(default_factory=dict)
     """The queues that have no room, and the quota keys that limit them."""
+    spans: dict[int, tuple[int, int | None]] = field(default_factory=dict)
+    """How many entries it has read of each span, and the first that it did not lock."""
     kept: dict[tuple[int, int], int] = field(default_factory=dict)
     """The first place that stays unclaimed, for each route and priority band."""
     has_limited: bool = False
@@ -102,6 +124,8 @@ class LimitedClaims:
         self._queues = Queues(MAX_QUEUES)
         self._reserved: dict[tuple[str, ...], Reserved] = {}
         self._quiet: dict[Wanted, tuple[int, float]] = {}
+        self._heads = Heads(store)
+        self._deep: dict[Wanted, float] = {}
         self._waits = RoomWaits(store.wakeups)
 
     async def close(self) -> None:
@@ -147,6 +171,9 @@ class LimitedClaims:
     ) -> None:
         """Take the best executions that are within their limits; call `taken` with their rows after each commit."""
         reserved = await self._reserved_of(wanted.lanes)
+        if reserved.takes_turns or self._deep.get(wanted, 0) > time.monotonic():
+            await self._search_in_turns(reserved, wanted, take, taken, limit=min(limit, slots))
+            return
         appearances = self._store.wakeups.watermarks.appearances(reserved.route_nos)
         serving = wanted._replace(capabilities=(*wanted.capabilities, *reserved.capabilities))
         scan = await self._scans.of(serving, by_route=True)
@@ -197,11 +224,16 @@ class LimitedClaims:
                 count += len(found.taken)
                 await taken(found.taken)
             scanned_to = found.cut_at or 0
+            if found.is_at_reach and reach == MAX_REACH and count < limit:
+                # So many entries without room are ahead that the others are found by their queues.
+                self._deep[wanted] = time.monotonic() + DEEP_SECONDS
+                await self._search_in_turns(reserved, wanted, take, taken, limit=min(limit, slots) - count)
+                break
             if found.at_reclaim_limit:
                 # If one cannot be ended, the next round must not find it again.
                 refused += found.refused
                 await self._finish.end_at_reclaim_limit(found.at_reclaim_limit)
-            elif found.full_queues.keys() - full and (found.is_full or found.is_at_reach) and reach < MAX_REACH:
+            elif reach < MAX_REACH and (found.is_at_reach or (found.is_full and found.full_queues.keys() - full)):
                 # Their entries have taken the place of others that may be within their limits.
                 full |= found.full_queues.keys()
                 reach = min(4 * reach, MAX_REACH)
@@ -215,10 +247,100 @@ class LimitedClaims:
                     break
         return has_limited
 
+    async def _search_in_turns(
+        self,
+        reserved: Reserved,
+        wanted: Wanted,
+        take: Take,
+        taken: Callable[[Sequence[Record]], Awaitable[None]],
+        *,
+        limit: int,
+    ) -> None:
+        """Take from the queues in the order of their turns until enough is taken or nothing is left."""
+        count = 0
+        refused: list[UUID] = []
+        while count < limit:
+            turns = await self._heads.turns_of(wanted, (*wanted.capabilities, *reserved.capabilities))
+            with turns.scanning() as changes:
+                spans = turns.choose(limit - count, turns.now_ms)
+                if not spans:
+                    if count or not await self._catch_up.run(wanted.lanes, min_interval_seconds=0):
+                        break
+                    turns.expire()
+                    continue
+                try:
+                    found = await self._round_of_spans(
+                        turns, spans, reserved, take, limit=limit - count, refused=refused
+                    )
+                except EngineError:
+                    if not count:
+                        raise
+                    break
+                _record(turns, spans, found, changes)
+            self._waits.add(wanted.lanes, found.full_queues.items(), found.retry_after_ms)
+            if found.taken:
+                count += len(found.taken)
+                await taken(found.taken)
+            if found.at_reclaim_limit:
+                refused += found.refused
+                await self._finish.end_at_reclaim_limit(found.at_reclaim_limit)
+
+    async def _round_of_spans(
+        self,
+        turns: Turns,
+        spans: Sequence[Span],
+        reserved: Reserved,
+        take: Take,
+        *,
+        limit: int,
+        refused: Sequence[UUID],
+    ) -> Round:
+        """Pick from spans of queues, admit and take in one transaction."""
+
+        async def claim(transaction: Transaction) -> Round:
+            rows = await transaction.fetch(
+                SQL.pick_candidates,
+                **NO_ROUTES,
+                skipped=refused,
+                passed_queues=(),
+                reach=0,
+                limit=sum(span.share for span in spans),
+                queue_nos=[span.queue_no for span in spans],
+                first_places=[span.first_place for span in spans],
+                last_places=[span.last_place for span in spans],
+                shares=[span.share for span in spans],
+                **RECLAIM_LIMITS,
+            )
+            found, picked = _read(rows, reserved, reach=1)
+            numbers = {(span.queue_no, span.first_place >> BAND_BITS): number for number, span in enumerate(spans)}
+            places = [(numbers[row["queue_no"], row["place"] >> BAND_BITS], row["place"]) for row in picked]
+            ordered = [picked[at] for at in turns.order(spans, places)][:limit]
+            await self._take(transaction, found, ordered, take, len(ordered))
+            leased = {row["execution_id"] for row in found.taken}
+            for row, (number, place) in zip(picked, places, strict=True):
+                if row["execution_id"] not in leased:
+                    count, left = found.spans[number]
+                    found.spans[number] = count, place if left is None else min(place, left)
+            return found
+
+        return await self._store.transact(claim)
+
+    async def _take(
+        self, transaction: Transaction, found: Round, picked: Sequence[Record], take: Take, slots: int
+    ) -> None:
+        """Admit candidates and take what is admitted."""
+        chosen = await self._admitted(transaction, found, picked, slots)
+        if chosen:
+            found.taken = await take(transaction, chosen, slots)
+            taken = {row["execution_id"] for row in found.taken}
+            for row, _ in chosen:
+                if row["execution_id"] not in taken:
+                    found.keep(row["route_no"], row["place"])
+
     async def _round(
         self, where: Mapping[str, object], reserved: Reserved, take: Take, *, limit: int, slots: int, reach: int
     ) -> Round:
-        """Pick, admit and take in one transaction."""
+        """Pick from the routes, admit and take in one transaction."""
 
         async def claim(transaction: Transaction) -> Round:
             rows = await transaction.fetch(
@@ -230,18 +352,11 @@ class LimitedClaims:
                 first_places=(),
                 last_places=(),
                 shares=(),
-                turns=(),
                 **RECLAIM_LIMITS,
             )
             found, picked = _read(rows, reserved, reach)
             found.is_full = len(picked) == limit
-            chosen = await self._admitted(transaction, found, picked, slots)
-            if chosen:
-                found.taken = await take(transaction, chosen, slots)
-                taken = {row["execution_id"] for row in found.taken}
-                for row, _ in chosen:
-                    if row["execution_id"] not in taken:
-                        found.keep(row["route_no"], row["place"])
+            await self._take(transaction, found, picked, take, slots)
             return found
 
         return await self._store.transact(claim)
@@ -312,6 +427,7 @@ class LimitedClaims:
             known = self._reserved[lanes] = Reserved(
                 frozenset(row["route_no"] for row in rows),
                 tuple(sorted({each for row in rows for each in row["required"] if is_reserved(each)})),
+                any(row["takes_turns"] for row in rows),
                 time.monotonic() + LIFE_SECONDS,
             )
         return known
@@ -333,6 +449,9 @@ def _read(rows: list[Record], reserved: Reserved, reach: int) -> tuple[Round, li
             found.fill(row["queue_no"], row["quota_key_nos"], row["weight"])
             found.has_limited = True
             continue
+        if kind == "span":
+            found.spans[row["weight"] - 1] = row["lease_epoch"], row["place"]
+            continue
         found.has_limited = found.has_limited or route_no in reserved.route_nos
         if kind == "kept":
             found.keep(route_no, row["place"])
@@ -344,6 +463,25 @@ def _read(rows: list[Record], reserved: Reserved, reach: int) -> tuple[Round, li
         else:
             picked.append(row)
     return found, picked
+
+
+def _record(turns: Turns, spans: Sequence[Span], found: Round, changes: Changes) -> None:
+    """Record in the turns what a committed round has taken of each span, and which queues have no room."""
+    places: dict[tuple[int, int], list[int]] = {}
+    for row in found.taken:
+        places.setdefault((row["queue_no"], row["place"] >> BAND_BITS), []).append(row["place"])
+    for number, span in enumerate(spans):
+        count, left = found.spans.get(number, (0, None))
+        turns.taken(
+            span,
+            places.get((span.queue_no, span.first_place >> BAND_BITS), ()),
+            is_exhausted=count < span.share,
+            now_ms=turns.now_ms,
+            left=left,
+            changes=changes,
+        )
+    for queue_no in found.full_queues:
+        turns.pause(queue_no, PAUSE_SECONDS, changes=changes)
 
 
 def _candidate(row: Record) -> Candidate:

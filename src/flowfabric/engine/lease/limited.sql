@@ -1,6 +1,7 @@
 -- name: list_reserved
--- The routes of these lanes that only claims with admission serve, and the capabilities that they require for it.
-select r.route_no, c.required
+-- The routes of these lanes that only claims with admission serve, the capabilities that they require for it, and whether their queues
+-- are served in turns.
+select r.route_no, c.required, l.fair_by is not null or l.ageing_ms is not null as takes_turns
   from lane l join route r using (lane_no) join capability_set c using (capability_set_no)
  where l.lane_id = any(:lanes::text[]) and exists (select from unnest(c.required) as x(capability) where starts_with(x.capability, :limited));
 
@@ -9,9 +10,9 @@ select r.route_no, c.required
 -- entries in their order, and of the given spans of queues. Of a queue with limits it locks as many as it has room for, or its first
 -- one if it has none, so that its head is marked as blocked, and executions admitted within the window, which need no second token.
 -- The room is an estimate from rows that are not locked: admission decides.
--- Returns the candidates; for each source and priority the first entry that is none ('kept'); the queues without room ('full'), with the
--- time after which one that has reached a rate may have room in the column weight; and as
--- the last row ('read') the number of entries read, whether the scan of the routes was cut short, and where, and after a full scan its
+-- Returns the candidates; for each route and priority the first entry that is none ('kept'); for each span the first entry that is none
+-- and how many it has read ('span'); the queues without room ('full'), with the time after which one that has reached a rate may have
+-- room in the column weight; and as the last row ('read') the number of entries read, whether the scan of the routes was cut short, and where, and after a full scan its
 -- time on the server in microseconds.
 with clock as materialized (select ff_now() as now),
 -- include: claim.routes
@@ -19,9 +20,9 @@ with clock as materialized (select ff_now() as now),
 -- include: claim.scan
 ,
 spanned as not materialized (
-  select s.turn, r.*
-    from unnest(:queue_nos::int[], :first_places::bigint[], :last_places::bigint[], :shares::int[], :turns::int[])
-         as s(queue_no, first_place, last_place, share, turn)
+  select s.span_no, r.*
+    from unnest(:queue_nos::int[], :first_places::bigint[], :last_places::bigint[], :shares::int[])
+         with ordinality as s(queue_no, first_place, last_place, share, span_no)
    cross join lateral (select q.lane_no from queue q where q.queue_no = s.queue_no limit 1) q
     join lane l on l.lane_no = q.lane_no and l.state in ('active', 'draining')
    cross join lateral (
@@ -32,8 +33,7 @@ scanned as materialized (
   select r.* from scan r where not :is_filtered::boolean or r.queue_no in (select queue_no from wanted) limit :reach
 ),
 raw as materialized (
-  select r.*, row_number() over (order by r.turn, r.place) as nth
-    from (select 0 as turn, s.* from scanned s union all select * from spanned) r
+  select r.*, row_number() over (order by r.place) as nth from (select 0 as span_no, s.* from scanned s union all select * from spanned) r
 ),
 seen as materialized (
   select r.*, row_number() over (partition by r.queue_no order by r.nth) as nth_of_queue
@@ -120,6 +120,10 @@ select 'kept', null, null, r.route_no, null, min(r.place), null, null, null, nul
  -- `(... in (...)) is not true` makes the planner use a hashed subplan instead of a nested loop.
  where (r.execution_id in (select p.execution_id from picked p)) is not true
  group by r.route_no, r.place >> 48
+union all
+select 'span', null, null, null, null, min(r.place) filter (where (r.execution_id in (select p.execution_id from picked p)) is not true),
+       count(*), r.span_no, null, null, null, null, null
+  from raw r where r.span_no > 0 group by r.span_no
 union all
 select 'full', null, null, null, m.queue_no, null, null, m.retry_after_ms, null, m.quota_key_nos, null, null, null
   from limited m where m.room <= 0 and m.nth_of_queue = 1
