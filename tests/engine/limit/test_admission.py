@@ -91,3 +91,27 @@ async def test_a_deep_backlog_without_room_does_not_hide_the_work_behind_it(
     assert len(await rows.of("execution", public_state="rate_limited")) <= 1
     await engine.complete_many([(run.handle, b"") for run in runs])
     assert [run.tags.get("app.tenant") for run in await claim(engine, limit=100)] == ["noisy", "noisy"]
+
+
+async def test_a_fair_lane_serves_namespaces_in_turn(engine: Engine, given: Given, clock: Clock) -> None:
+    await given.created(namespace="quiet")
+    await engine.set_lane_fairness(lane_id="default", fair_by="namespace", weights={"big": 3})
+    await engine.create_many(items(*[new(namespace="noisy") for _ in range(500)]))
+    await engine.create_many(items(*[new(namespace="big") for _ in range(500)]))
+    runs = await claim(engine, limit=81)
+    found = Counter([(await engine.get_execution_namespace(run.execution_id)) for run in runs])
+    assert found == {"quiet": 1, "noisy": 20, "big": 60}
+    await given.created(namespace="quiet")
+    (run,) = await claim(engine, limit=1)
+    assert await engine.get_execution_namespace(run.execution_id) == "quiet"
+
+
+async def test_an_execution_of_low_priority_ages_on_a_lane_that_ages(
+    engine: Engine, given: Given, clock: Clock
+) -> None:
+    low = await given.created(priority=0)
+    await engine.set_lane_fairness(lane_id="default", ageing_ms=1000)
+    await clock.advance(seconds=11)
+    await engine.create_many(items(*[new(priority=10) for _ in range(100)]))
+    runs = await claim(engine, limit=10)
+    assert runs[0].execution_id == low
