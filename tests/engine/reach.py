@@ -11,6 +11,7 @@ from flowfabric.model.states import PublicState
 
 DAY = 86_400_000
 
+
 async def one_of(state: PublicState, given: Given, clock: Clock, connection: asyncpg.Connection) -> set[str]:
     """Create executions in a state, one for each way that leads to it."""
     engine: Engine = given.engine

@@ -45,15 +45,21 @@ async def key_no(engine: Engine, rows: Rows, quota: UUID, key: str = "default") 
 async def hold_slots(connection: asyncpg.Connection, execution_id: str, *nos: int) -> None:
     """Let an execution hold a slot of each of these keys. Claims take slots; this stands in for them."""
     await connection.execute(
-        "update execution set slot_keys = $2, attached = attached | 8 where execution_id = $1", uuid_of(execution_id), nos
+        "update execution set slot_keys = $2, attached = attached | 8 where execution_id = $1",
+        uuid_of(execution_id),
+        nos,
     )
     await connection.execute("update quota_key set taken = taken + 1 where quota_key_no = any($1::int[])", nos)
 
 
 async def limit_queue(
-    connection: asyncpg.Connection, execution_id: str, *, quota_keys: tuple[int, ...] = (), budgets: tuple[UUID, ...] = ()
+    connection: asyncpg.Connection,
+    execution_id: str,
+    *,
+    quota_keys: tuple[int, ...] = (),
+    budgets: tuple[UUID, ...] = (),
 ) -> None:
-    """Let these keys and budgets limit the queue of an execution. Creating executions does this; this stands in for it."""
+    """Let these keys and budgets limit the queue of an execution. Creating executions does it; this stands in for it."""
     await connection.execute(
         """update queue set quota_key_nos = $2, budget_ids = $3
             where queue_no = (select queue_no from execution where execution_id = $1)""",

@@ -10,7 +10,7 @@ import pytest
 
 from engine.limit.limits import check, hold_slots, key_no, some_id, used, window
 from engine.state import refused
-from fixtures import Clock, Eventually, Given, Rows, uuid_of
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.limit import quota as quotas
 from flowfabric.engine.parts import parts_of
@@ -29,7 +29,7 @@ from flowfabric.model.quota import (
 QUOTA = UUID("0190a0a0-0000-7000-8000-000000000001")
 
 
-def limits(rate: int = 0, cap: int = 0, seconds: int = 1) -> dict[str, int]:
+def limits(rate: int = 0, cap: int = 0, seconds: int = 1) -> dict[str, Any]:
     return {"window_seconds": seconds, "rate_limit": rate, "concurrency_cap": cap}
 
 

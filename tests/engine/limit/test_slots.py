@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -15,6 +15,7 @@ from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
+from flowfabric.model.ids import ExecutionId
 from flowfabric.model.stream import Frame
 
 QUOTA, OTHER = uuid4(), uuid4()
@@ -131,16 +132,14 @@ async def test_a_refused_call_returns_no_slot(
     assert await used(rows, QUOTA) == 0
 
 
-async def _granted(engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection) -> str:
+async def _granted(engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection) -> ExecutionId:
     """An execution with a grant that holds a slot."""
     execution_id = await given.created()
     await _grant(engine, given, rows, connection, execution_id)
     return execution_id
 
 
-async def _grant(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, execution_id: str
-) -> None:
+async def _grant(engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, execution_id: str) -> None:
     await given.registered()
     (row,) = await rows.of("execution", execution_id=uuid_of(execution_id))
     (lane,) = await rows.of("lane", lane_no=row["lane_no"])

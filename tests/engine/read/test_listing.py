@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from engine.flows import flow_of
-from engine.state import block, claim, items, new, refused
+from engine.state import claim, items, new, refused
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
