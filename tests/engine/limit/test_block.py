@@ -206,8 +206,8 @@ async def test_only_a_runnable_execution_is_blocked(engine: Engine, given: Given
     ended = await given.failed(lane_id="ended")
     async with rows.unchanged():
         for handle in (active, lost):
-            refusal = engine.block_execution_for_admission(handle.execution_id, reason)
-            await refused(refusal, "execution_not_eligible", "the execution is active")
+            call = engine.block_execution_for_admission(handle.execution_id, reason)
+            await refused(call, "execution_not_eligible", "the execution is active")
         refusal = await refused(engine.block_execution_for_admission(ended, reason), "execution_not_active")
     assert refusal.detail == {
         "terminal_outcome": "failed",

@@ -32,7 +32,7 @@ async def states(rows: Rows, *execution_ids: str) -> list[str]:
 
 
 async def store_budget(engine: Engine, connection: asyncpg.Connection, *, hard: int, used: int) -> UUID:
-    """A budget with a limited dimension and an unlimited one. Operations of budgets create it; this stands in for them."""
+    """A budget with a limited dimension and an unlimited one. Operations of budgets create it; this stands in."""
     budget_id = BudgetId(uuid4())
     partition = budget_partition(budget_id, parts_of(engine).store.rules.partitions.budget)
     for dimension, limit, spent in (("tokens", hard, used), ("free", 0, 10**9)):
