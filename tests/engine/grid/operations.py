@@ -126,6 +126,11 @@ async def _claim_from_resume_grant(subject: Subject) -> object:
     return await subject.engine.claim_from_resume_grant(ResumeToken(grant=grant, **WORKER, lease_ttl_ms=LEASE_MS))
 
 
+async def _unblock(subject: Subject) -> int:
+    """Run a batch of the sweep that unblocks."""
+    return (await parts_of(subject.engine).unblocking.unblock_batch()).done
+
+
 def _operations() -> Sequence[Operation]:
     def operation(name: str, call: Call, variant: str = "") -> Operation:
         return Operation(name=name, variant=variant, call=call)
@@ -189,11 +194,28 @@ def _operations() -> Sequence[Operation]:
             lambda s: s.engine.cancel_execution(execution_id=s.execution_id, reason="x", source="lease_holder"),
             "a holder without a fence",
         ),
+        operation(
+            "block_execution_for_admission",
+            lambda s: s.engine.block_execution_for_admission(s.execution_id, "waiting_for_quota"),
+            "by a limit",
+        ),
+        operation(
+            "block_execution_for_admission",
+            lambda s: s.engine.block_execution_for_admission(s.execution_id, "paused_by_operator"),
+            "by an operator",
+        ),
+        operation("unblock_execution", lambda s: s.engine.unblock_execution(s.execution_id)),
+        operation(
+            "unblock_execution",
+            lambda s: s.engine.unblock_execution(s.execution_id, "waiting_for_budget"),
+            "another reason",
+        ),
         operation("replay_execution", lambda s: s.engine.replay_execution(execution_id=s.execution_id)),
         operation("set_execution_tag", lambda s: s.engine.set_execution_tag(s.execution_id, "app.key", "value")),
         operation("mark expired leases", lambda s: parts_of(s.engine).lease_expiry.sweep(), "sweep"),
         operation("promote delayed executions", lambda s: parts_of(s.engine).delays.promote_due(), "sweep"),
         operation("expire overdue executions", lambda s: parts_of(s.engine).timeouts.expire_due(), "sweep"),
+        operation("unblock executions", _unblock, "sweep"),
     ]
     for name, by_handle in HANDLE_CALLS.items():
         operations.append(operation(name, lambda s, call=by_handle: call(s, s.handle)))  # type: ignore[misc]

@@ -60,9 +60,15 @@ GROUPS = {
     "Cancelling": ("cancel", "cancel_execution"),
     "Revoking a lease": ("revoke_lease",),
     "Changing the priority": ("change_priority",),
+    "Blocking": ("block_execution_for_admission", "unblock_execution"),
     "Replaying": ("replay_execution",),
     "Time": ("promote_delayed", "expire_execution"),
-    "Sweeps": ("mark expired leases", "promote delayed executions", "expire overdue executions"),
+    "Sweeps": (
+        "mark expired leases",
+        "promote delayed executions",
+        "expire overdue executions",
+        "unblock executions",
+    ),
     "Everything else": ("set_execution_tag",),
     "With the lease of another epoch": ("a previous holder", "a previous fence"),
 }

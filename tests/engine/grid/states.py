@@ -34,6 +34,8 @@ from ..state import (  # noqa: TID252
 WAITING_CHILDREN = (
     "runnable/unowned/blocked_by_dependencies/waiting_for_children/none/pending_first_attempt/waiting_children"
 )
+LIMITED = "runnable/unowned/blocked_by_quota/waiting_for_quota/none/pending_first_attempt/rate_limited"
+PAUSED = "runnable/unowned/blocked_by_operator/paused_by_operator/none/pending_first_attempt/waiting"
 PARKED_FOR_CHILDREN = WAITING_CHILDREN.replace("pending_first_attempt", "attempt_interrupted")
 EXPIRED = "terminal/unowned/not_applicable/none/expired/attempt_terminal/expired"
 
@@ -139,6 +141,16 @@ async def _waiting(subject: Subject) -> None:
 
 async def _delayed(subject: Subject) -> None:
     await subject.create(delay_ms=MINUTE)
+
+
+async def _limited(subject: Subject) -> None:
+    await _waiting(subject)
+    await subject.engine.block_execution_for_admission(subject.execution_id, "waiting_for_quota")
+
+
+async def _paused(subject: Subject) -> None:
+    await _waiting(subject)
+    await subject.engine.block_execution_for_admission(subject.execution_id, "paused_by_operator")
 
 
 async def _due(subject: Subject) -> None:
@@ -286,6 +298,8 @@ STATES = {
     "absent": State(means="no such execution", vector=None, reach=_absent),
     "waiting": State(means="new, claimable", vector=WAITING, reach=_waiting),
     "delayed": State(means="new, not claimable yet", vector=DELAYED, reach=_delayed),
+    "limited": State(means="new, blocked by a limit", vector=LIMITED, reach=_limited),
+    "paused": State(means="new, blocked by an operator", vector=PAUSED, reach=_paused),
     "waiting_children": State(
         means="new, waits for its dependencies", vector=WAITING_CHILDREN, reach=_waiting_children
     ),

@@ -70,7 +70,17 @@ Row = Mapping[str, Expected]
 MARKED = Moved(answer="Marked", to=EXPIRED_LEASE, events=("expired",), is_transition=False)
 
 ABSENT = ("absent",)
-UNTRIED = ("waiting", "delayed", "waiting_children", "due", "past_deadline", "granted", "grant_expired")
+UNTRIED = (
+    "waiting",
+    "delayed",
+    "limited",
+    "paused",
+    "waiting_children",
+    "due",
+    "past_deadline",
+    "granted",
+    "grant_expired",
+)
 TRIED = ("backing_off", "retryable")
 BETWEEN = (*TRIED, "replayed")
 """No attempt is in progress, and a new one will follow."""
@@ -80,8 +90,9 @@ HELD = ("active", "past_timeout", "past_last_timeout")
 UNGRANTED = ("lease_expired", "lost_past_timeout", "lease_revoked")
 LOST = (*UNGRANTED, "reclaim_granted")
 ENDED = ("completed", "failed", "cancelled", "expired")
-LATER = ("delayed", "waiting_children", "due", "backing_off", "parked", "parked_for_children", "parked_due")
-"""Runnable, but not eligible until a time or until its dependencies are satisfied."""
+BLOCKED = ("limited", "paused")
+LATER = (*BLOCKED, "delayed", "waiting_children", "due", "backing_off", "parked", "parked_for_children", "parked_due")
+"""Runnable, but blocked, or not eligible until a time or until its dependencies are satisfied."""
 NEW = ("waiting", "past_deadline")
 AGAIN = ("retryable", "replayed")
 EVERY = tuple(STATES)
@@ -279,7 +290,7 @@ BY_GRANT: dict[str, Row] = {
     "issue_grant_and_claim": whole(
         NOT_FOUND,
         each((*HELD, "past_expiry", *LOST, *ENDED), NOT_ELIGIBLE),
-        each(("delayed", "waiting_children", "due", "backing_off"), Refused("execution_not_in_eligible_set")),
+        each((*BLOCKED, "delayed", "waiting_children", "due", "backing_off"), Refused("execution_not_in_eligible_set")),
         each(("parked", "parked_for_children", "parked_due"), NOT_ELIGIBLE),
         each((*NEW, *AGAIN, "grant_expired"), FUSED),
         {"resumable": FUSED_RESUMED},
@@ -346,6 +357,26 @@ REPLAYING = Moved(
     answer="Replayed", to=REPLAYED, events=("replay_initiated normal", "operator_action replayed"), replays=1
 )
 
+
+def _blocked(eligibility: str, public: str, same: str) -> Row:
+    """A block of a runnable execution: the attempt stays, and so does the state if it has this block already."""
+
+    def blocks(names: Iterable[str], attempt: str) -> dict[str, Expected]:
+        to = f"runnable/unowned/{eligibility}/none/{attempt}/{public}"
+        return each(names, Moved(answer="Blocked", to=to, grants="none"))
+
+    return whole(
+        each((*HELD, "past_expiry", *LOST), NOT_ELIGIBLE),
+        each(ENDED, NOT_ACTIVE),
+        NOT_FOUND,
+        blocks(UNTRIED, "pending_first_attempt"),
+        blocks(TRIED, "pending_retry_attempt"),
+        blocks(("replayed",), "pending_replay_attempt"),
+        blocks(INTERRUPTED, "attempt_interrupted"),
+        {same: Moved(answer="Blocked", is_transition=False)},
+    )
+
+
 BY_ANYONE: dict[str, Row] = {
     "create_execution": whole(each(EVERY, Same("Duplicate")), {"absent": Moved(answer="Created", to=WAITING)}),
     "claim": SEARCHED,
@@ -372,6 +403,16 @@ BY_ANYONE: dict[str, Row] = {
         NOT_FOUND,
         each((*NEW, *AGAIN, "resumable", "granted", "grant_expired", "resume_granted"), REPRIORITIZED),
     ),
+    "block_execution_for_admission, by a limit": _blocked(
+        "blocked_by_quota/waiting_for_quota", "rate_limited", "limited"
+    ),
+    "block_execution_for_admission, by an operator": _blocked(
+        "blocked_by_operator/paused_by_operator", "waiting", "paused"
+    ),
+    "unblock_execution": whole(
+        each(EVERY, NOT_ELIGIBLE), NOT_FOUND, each(BLOCKED, Moved(answer="Unblocked", to=WAITING))
+    ),
+    "unblock_execution, another reason": whole(each(EVERY, NOT_ELIGIBLE), NOT_FOUND),
     "promote_delayed": whole(
         each(EVERY, Same("not_delayed")),
         {"absent": Same("execution_not_found"), "due": PROMOTED, "parked_due": RESUMING},
@@ -386,6 +427,7 @@ BY_ANYONE: dict[str, Row] = {
         each(EVERY, Same("0")),
         {"due": replace(PROMOTED, answer="1"), "parked_due": replace(RESUMING, answer="1")},
     ),
+    "unblock executions, sweep": whole(each(EVERY, Same("0")), {"limited": Moved(answer="1", to=WAITING)}),
     "expire overdue executions, sweep": whole(
         each(EVERY, Same("0")),
         {

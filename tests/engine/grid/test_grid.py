@@ -8,6 +8,7 @@ import pytest
 
 from engine.cases import Emptied
 from fixtures import Clock, Rows, uuid_of
+from flowfabric.engine.core.transition import BLOCKS
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome
@@ -211,7 +212,11 @@ def _check_stamps(row: dict[str, Any], old: dict[str, Any], move: Moved, now: in
     ended_at = now if row["lifecycle_phase"] == "terminal" and move.is_transition else old["completed_at"]
     assert row["completed_at"] == (None if move.replays else ended_at)
     assert row["started_at"] == (now if move.leases and old["started_at"] is None else old["started_at"])
-    assert (row["delay_until"] is not None) == (row["eligibility_state"] == "not_eligible_until_time")
+    if row["blocking_reason"] in BLOCKS:
+        # The delay goes on behind the block.
+        assert row["delay_until"] == old["delay_until"]
+    else:
+        assert (row["delay_until"] is not None) == (row["eligibility_state"] == "not_eligible_until_time")
 
 
 async def _check_reads(subject: Subject, row: dict[str, Any], seen: Seen) -> None:

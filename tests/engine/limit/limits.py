@@ -59,7 +59,7 @@ async def limit_queue(
     quota_keys: tuple[int, ...] = (),
     budgets: tuple[UUID, ...] = (),
 ) -> None:
-    """Let these keys and budgets limit the queue of an execution. Creating executions does this; this stands in for it."""
+    """Let these keys and budgets limit the queue of an execution. Creating executions does it; this stands in."""
     await connection.execute(
         """update queue set quota_key_nos = $2, budget_ids = $3
             where queue_no = (select queue_no from execution where execution_id = $1)""",

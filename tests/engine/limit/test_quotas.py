@@ -29,7 +29,7 @@ from flowfabric.model.quota import (
 QUOTA = UUID("0190a0a0-0000-7000-8000-000000000001")
 
 
-def limits(rate: int = 0, cap: int = 0, seconds: int = 1) -> dict[str, int]:
+def limits(rate: int = 0, cap: int = 0, seconds: int = 1) -> dict[str, Any]:
     return {"window_seconds": seconds, "rate_limit": rate, "concurrency_cap": cap}
 
 

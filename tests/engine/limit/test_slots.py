@@ -15,6 +15,7 @@ from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
+from flowfabric.model.ids import ExecutionId
 from flowfabric.model.stream import Frame
 
 QUOTA, OTHER = uuid4(), uuid4()
@@ -131,7 +132,7 @@ async def test_a_refused_call_returns_no_slot(
     assert await used(rows, QUOTA) == 0
 
 
-async def _granted(engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection) -> str:
+async def _granted(engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection) -> ExecutionId:
     """An execution with a grant that holds a slot."""
     execution_id = await given.created()
     await _grant(engine, given, rows, connection, execution_id)
