@@ -103,6 +103,8 @@ class SettingsFields(TypedDict, total=False):
     retention_trimmer_interval_s: int
     cancel_reconciler_interval_s: int
     cancel_grace_ms: int
+    budget_reset_interval_s: int
+    budget_reconciler_interval_s: int
 
 
 class Settings(BaseSettings):
@@ -148,6 +150,8 @@ class Settings(BaseSettings):
     retention_trimmer_interval_s: Count = 60
     cancel_reconciler_interval_s: Count = 15
     cancel_grace_ms: Annotated[int, Field(ge=0, le=MAX_CANCEL_GRACE_MS)] = 30_000
+    budget_reset_interval_s: Count = 15
+    budget_reconciler_interval_s: Count = 30
 
     def __init__(self, **given: Unpack[SettingsFields]) -> None:
         """Read settings that are not given from the environment; log a warning for unknown FF_ variables."""

@@ -18,7 +18,7 @@ create type frame_mode as enum ('durable', 'summary', 'best_effort');
 
 create type group_state as enum ('pending', 'satisfied', 'impossible');
 
-create type keyed_operation as enum ('submit', 'suspend', 'signal', 'spend');
+create type keyed_operation as enum ('submit', 'suspend', 'signal', 'spend', 'settle');
 
 create type lane_state as enum ('active', 'paused', 'draining', 'disabled');
 

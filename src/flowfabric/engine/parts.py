@@ -47,6 +47,9 @@ from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
+from flowfabric.engine.limit.budget import Budgets
+from flowfabric.engine.limit.reserve import Reservations
+from flowfabric.engine.limit.spend import Spending
 from flowfabric.engine.operation import Services
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
@@ -74,7 +77,7 @@ CONSEQUENCES: Mapping[Attachment, Consequence] = {
     Attachment.SUSPENSION: close_suspensions,
     Attachment.STREAM: end_streams,
 }
-"""What to do for each kind of attachment when the lease or the execution ends."""
+"""What to do for each kind of attachment when the lease or the execution ends; `Parts` adds those of its services."""
 
 
 class Parts:
@@ -89,7 +92,10 @@ class Parts:
         services.add(lifecycle)
         keys = services.add(lifecycle.keys)
 
-        lease_ends = services.add(LeaseEnds(store, CONSEQUENCES))
+        spending = services.add(Spending(store))
+        reservations = services.add(Reservations(store, spending))
+        consequences = {**CONSEQUENCES, Attachment.RESERVATION: reservations.return_reservations}
+        lease_ends = services.add(LeaseEnds(store, consequences))
         expiry_quarantine = Quarantine(settings.lease_expiry_interval_ms / 1000)
         self.lease_expiry = services.add(LeaseExpiry(store, lease_ends, expiry_quarantine))
 
@@ -155,6 +161,8 @@ class Parts:
         self.members = services.add(Members(store))
         self.upstreams = services.add(Upstreams(store))
 
+        self.budgets = services.add(Budgets(store, Quarantine(settings.budget_reset_interval_s)))
+
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)
         queries = asyncio.Semaphore(half)
@@ -177,7 +185,7 @@ class Parts:
         self.replays = MatchingReplays(store, services[Listing], services[Replays])
         services.add(Matching(services[Listing], services[View], self.cancel_many, self.replays, services[Priority]))
         waits = (self.tails, feeds, self.flow_cancel, flow_endings)
-        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals)
+        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals, spending)
         cascades = (self.flow_cancel, self.cascade, self.siblings)
         drains = [results.close, flow_endings.close, *(service.drain for service in (*drained, *cascades))]
         self.shutdown = services.add(Shutdown(claims, self.flow_cancel, (results, *waits), drains))

@@ -39,6 +39,8 @@ class Due:
     has_pending_groups: bool
     has_due_cancellations: bool
     has_due_flows: bool
+    has_due_budgets: bool
+    has_budgets: bool
     next_due_in_ms: int | None
 
 
@@ -97,5 +99,7 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         has_pending_groups=row["has_pending_groups"],
         has_due_cancellations=row["has_due_cancellations"],
         has_due_flows=oldest_projection_at is not None,
+        has_due_budgets=row["has_due_budgets"],
+        has_budgets=row["has_budgets"],
         next_due_in_ms=row["next_due_in_ms"],
     )

@@ -77,6 +77,7 @@ create table budget_reservation (
 create index budget_reservation_of_budget on budget_reservation (partition_key, budget_id);
 
 alter type keyed_operation add value 'spend';
+alter type keyed_operation add value 'settle';
 
 create table quota_policy (
   partition_key           smallint not null,

@@ -63,6 +63,7 @@ class Attachment(IntFlag):
     GRANT = 1
     SUSPENSION = 2
     STREAM = 4
+    RESERVATION = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
