@@ -74,7 +74,7 @@ settled as (
   delete from budget_reservation r
    using unnest(:settled_partitions::smallint[], :settled_executions::uuid[], :settled_budgets::uuid[], :settled_keys::text[],
                 :settled_epochs::bigint[]) as i(partition_key, execution_id, budget_id, reservation_key, lease_epoch)
-   where r.execution_partition = any(array[i.partition_key]) and r.execution_id = i.execution_id and r.budget_id = i.budget_id
+   where r.partition_key = any(array[i.partition_key]) and r.execution_id = i.execution_id and r.budget_id = i.budget_id
      and r.reservation_key = i.reservation_key and r.lease_epoch = i.lease_epoch
 )
 update budget_account a

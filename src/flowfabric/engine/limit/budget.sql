@@ -100,7 +100,7 @@ select c.dimension, coalesce(u.used, 0) as used, coalesce(u.reserved, 0) as rese
                  where s.partition_key = a.partition_key and s.budget_id = a.budget_id
                 union all
                 select r.dimension, 0, r.amount from budget_reservation r
-                 where r.partition_key = a.partition_key and r.budget_id = a.budget_id
+                 where r.budget_partition = a.partition_key and r.budget_id = a.budget_id
                 union all
                 select u.dimension, 0, 0 from budget_usage u
                  where u.partition_key = a.partition_key and u.budget_id = a.budget_id) p

@@ -116,9 +116,9 @@ class Reservations:
         if isinstance(answer, Reserved):
             await transaction.fetch(
                 SQL.insert_reservation,
-                execution_partition=reservation.execution.partition_key,
+                partition_key=reservation.execution.partition_key,
                 execution_id=reservation.execution.execution_id,
-                partition_key=budget.partition_key,
+                budget_partition=budget.partition_key,
                 budget_id=budget.budget_id,
                 reservation_key=reservation.reservation_key,
                 lease_epoch=reservation.lease_epoch,

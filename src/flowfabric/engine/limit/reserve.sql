@@ -3,25 +3,25 @@
 with clock as materialized (select ff_now() as now),
 attached as (
   update execution e set attached = e.attached | 16
-   where e.partition_key = :execution_partition and e.execution_id = :execution_id and e.attached & 16 = 0
+   where e.partition_key = :partition_key and e.execution_id = :execution_id and e.attached & 16 = 0
 )
-insert into budget_reservation (execution_partition, execution_id, partition_key, budget_id, reservation_key, dimension, amount,
+insert into budget_reservation (partition_key, execution_id, budget_partition, budget_id, reservation_key, dimension, amount,
                                 lease_epoch, reserved_at)
-select :execution_partition, :execution_id, :partition_key, :budget_id, :reservation_key, d.dimension, d.amount, :lease_epoch, c.now
+select :partition_key, :execution_id, :budget_partition, :budget_id, :reservation_key, d.dimension, d.amount, :lease_epoch, c.now
   from clock c cross join unnest(:dimensions::text[], :amounts::bigint[]) as d(dimension, amount);
 
 -- name: lock_reserved_accounts
 -- Locks the accounts of the budgets of which executions have reserved something, in the order of their keys.
 select a.budget_id
-  from (select distinct r.partition_key, r.budget_id
+  from (select distinct r.budget_partition, r.budget_id
           from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
          cross join lateral (
-               select r.partition_key, r.budget_id from budget_reservation r
-                where r.execution_partition = i.partition_key and r.execution_id = i.execution_id offset 0) r
+               select r.budget_partition, r.budget_id from budget_reservation r
+                where r.partition_key = i.partition_key and r.execution_id = i.execution_id offset 0) r
          order by 1, 2 offset 0) r
  cross join lateral (
        select a.budget_id from budget_account a
-        where a.partition_key = r.partition_key and a.budget_id = r.budget_id
+        where a.partition_key = r.budget_partition and a.budget_id = r.budget_id
           for update) a;
 
 -- name: take_reservations
@@ -30,16 +30,16 @@ select a.budget_id
 with taken as (
   delete from budget_reservation r
    using unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
-   where r.execution_partition = any(array[i.partition_key]) and r.execution_id = i.execution_id
-  returning r.partition_key, r.budget_id, r.dimension, r.amount
+   where r.partition_key = any(array[i.partition_key]) and r.execution_id = i.execution_id
+  returning r.budget_partition, r.budget_id, r.dimension, r.amount
 ),
 total as materialized (
-  select partition_key, budget_id, dimension, sum(amount) as amount from taken group by 1, 2, 3
+  select budget_partition, budget_id, dimension, sum(amount) as amount from taken group by 1, 2, 3
 ),
 returned as (
   update budget_usage u set reserved = greatest(u.reserved - t.amount, 0)
     from total t
-   where u.partition_key = any(array[t.partition_key]) and u.budget_id = t.budget_id and u.dimension = t.dimension
+   where u.partition_key = any(array[t.budget_partition]) and u.budget_id = t.budget_id and u.dimension = t.dimension
   returning u.partition_key, u.budget_id, u.dimension, u.used::numeric + u.reserved as left_over, t.amount
 ),
 freed as materialized (

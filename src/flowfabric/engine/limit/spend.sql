@@ -5,7 +5,7 @@ select i.nth, r.dimension, r.amount
        with ordinality as i(partition_key, execution_id, budget_id, reservation_key, lease_epoch, nth)
  cross join lateral (
        select r.dimension, r.amount, r.lease_epoch from budget_reservation r
-        where r.execution_partition = i.partition_key and r.execution_id = i.execution_id and r.budget_id = i.budget_id
+        where r.partition_key = i.partition_key and r.execution_id = i.execution_id and r.budget_id = i.budget_id
           and r.reservation_key = i.reservation_key offset 0) r
  where r.lease_epoch = i.lease_epoch;
 
