@@ -47,6 +47,7 @@ from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
+from flowfabric.engine.limit.booking import Bookings
 from flowfabric.engine.limit.budget import Budgets
 from flowfabric.engine.limit.reserve import Reservations
 from flowfabric.engine.limit.spend import Spending
@@ -92,8 +93,9 @@ class Parts:
         services.add(lifecycle)
         keys = services.add(lifecycle.keys)
 
-        spending = services.add(Spending(store))
-        reservations = services.add(Reservations(store, spending))
+        bookings = Bookings(store)
+        services.add(Spending(store, bookings))
+        reservations = services.add(Reservations(store, bookings))
         consequences = {**CONSEQUENCES, Attachment.RESERVATION: reservations.return_reservations}
         lease_ends = services.add(LeaseEnds(store, consequences))
         expiry_quarantine = Quarantine(settings.lease_expiry_interval_ms / 1000)
@@ -185,7 +187,7 @@ class Parts:
         self.replays = MatchingReplays(store, services[Listing], services[Replays])
         services.add(Matching(services[Listing], services[View], self.cancel_many, self.replays, services[Priority]))
         waits = (self.tails, feeds, self.flow_cancel, flow_endings)
-        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals, spending)
+        drained = (self.tails, feeds, submit, self.signals, suspend, self.streams, lease_ends, renewals, bookings)
         cascades = (self.flow_cancel, self.cascade, self.siblings)
         drains = [results.close, flow_endings.close, *(service.drain for service in (*drained, *cascades))]
         self.shutdown = services.add(Shutdown(claims, self.flow_cancel, (results, *waits), drains))

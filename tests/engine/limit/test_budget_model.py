@@ -294,7 +294,7 @@ def machine(url: str) -> Iterator[type[BudgetAgainstModel]]:
 
 @pytest.mark.timeout(600)
 def test_budgets_agree_with_the_model(machine: type[BudgetAgainstModel]) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=EXAMPLES or len(rounds(12, whole=100)),

@@ -101,7 +101,7 @@ async def test_a_report_waits_for_a_reset_that_is_under_way(engine: Engine, rows
 
 async def reserve_and_settle(engine: Engine, handle: Handle, budgets: list[UUID], *, cost: int) -> list[Any]:
     """Reserve 5 of each budget, settle what was reserved unless the cost is 0, and complete the run."""
-    answers = []
+    answers: list[Any] = []
     for budget_id in budgets:
         answer = await engine.reserve(handle, budget_id, amounts={"usd": 5}, reservation_key="k")
         answers.append((budget_id, answer))

@@ -9,9 +9,9 @@ from uuid import UUID
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import full_columns, statements_beside
 from flowfabric.engine.store import Store
-from flowfabric.model.budget import KEY_TTL_MS, MAX_TOTAL, Account, Counter
+from flowfabric.model.budget import KEY_TTL_MS, MAX_TOTAL, Account, Counter, HardBreach, Reserved
 from flowfabric.model.errors import EngineError
-from flowfabric.model.ids import BudgetId, budget_partition, parse_uuid
+from flowfabric.model.ids import BudgetId, ExecutionId, budget_partition, parse_execution_id, parse_uuid, row_key
 
 SQL = statements_beside(__file__)
 
@@ -65,6 +65,12 @@ def check_budget_id(store: Store, value: object) -> BudgetKey:
     return BudgetKey(budget_partition(budget_id, store.rules.partitions.budget), budget_id)
 
 
+def execution_key(execution_id: ExecutionId | str) -> ExecutionKey:
+    """Return the key of an execution whose id a caller gave; its row need not exist."""
+    partition, uuid = row_key(parse_execution_id(execution_id))
+    return ExecutionKey(partition, UUID(uuid))
+
+
 def budget_keys(budgets: Iterable[BudgetKey]) -> dict[str, object]:
     """The keys of budgets as parameters of a statement."""
     return dict(full_columns(("partition_keys", "budget_ids"), list(budgets)))
@@ -78,7 +84,10 @@ class Accounts:
     used_keys: set[CallKey]
     new_keys: dict[CallKey, ExecutionKey | BudgetKey] = field(default_factory=dict)
     spent: dict[tuple[BudgetKey, ExecutionKey, str], int] = field(default_factory=dict)
+    reserved: dict[Reservation, Mapping[str, int]] = field(default_factory=dict)
+    """What is reserved under the keys that the calls name."""
     settled: list[Reservation] = field(default_factory=list)
+    new: dict[Reservation, Mapping[str, int]] = field(default_factory=dict)
 
     def account(self, budget: BudgetKey) -> Account:
         """The account of a budget; empty if no dimension of it was read."""
@@ -95,6 +104,19 @@ class Accounts:
         """Remember the key of a call."""
         self.used_keys.add(key)
         self.new_keys[key] = subject
+
+    def reserve(self, reservation: Reservation, amounts: Mapping[str, int]) -> Reserved | HardBreach:
+        """Reserve amounts of a budget, or nothing."""
+        answer = self.account(reservation.budget).reserve(amounts)
+        if isinstance(answer, Reserved):
+            self.reserved[reservation] = self.new[reservation] = amounts
+        return answer
+
+    def take(self, reservation: Reservation) -> Mapping[str, int]:
+        """Delete a reservation; return what it has reserved."""
+        if self.new.pop(reservation, None) is None:
+            self.settled.append(reservation)
+        return self.reserved.pop(reservation, {})
 
     @property
     def freed(self) -> list[UUID]:
@@ -113,11 +135,16 @@ class Accounts:
             for budget, account in self.of.items()
             if account.breach_count or account.soft_breach_count
         ]
-        if not (counters or breaches or self.new_keys or self.settled):
+        if not (counters or breaches or self.new_keys):
             return
         spent = [(*budget, *execution, name, amount) for (budget, execution, name), amount in self.spent.items()]
         settled = [
             (*each.execution, each.budget.budget_id, each.reservation_key, each.lease_epoch) for each in self.settled
+        ]
+        new = [
+            (*each.execution, *each.budget, each.reservation_key, each.lease_epoch, name, amount)
+            for each, amounts in self.new.items()
+            for name, amount in amounts.items()
         ]
         await transaction.fetch(
             SQL.write_counters,
@@ -126,6 +153,7 @@ class Accounts:
             **full_columns(_KEYS, list(self.new_keys)),
             **full_columns(("subject_partitions", "subject_ids"), list(self.new_keys.values())),
             **full_columns(_SETTLED, settled),
+            **full_columns(_NEW, new),
             **full_columns(("breach_partitions", "breach_budgets", "breaches", "soft_breaches", "breached"), breaches),
             max_total=MAX_TOTAL,
             key_ttl_ms=KEY_TTL_MS,
@@ -134,6 +162,16 @@ class Accounts:
 
 _KEYS = ("key_partitions", "operations", "scopes", "keys")
 _SETTLED = ("settled_partitions", "settled_executions", "settled_budgets", "settled_keys", "settled_epochs")
+_NEW = (
+    "new_partitions",
+    "new_executions",
+    "new_budget_partitions",
+    "new_budgets",
+    "new_keys",
+    "new_epochs",
+    "new_dimensions",
+    "new_amounts",
+)
 _SPENT = (
     "spend_partitions",
     "spend_budgets",
@@ -158,17 +196,25 @@ async def lock_account_if_exists(transaction: Transaction, budget: BudgetKey) ->
 
 
 async def read_accounts(
-    transaction: Transaction, dimensions: Iterable[tuple[BudgetKey, str]], keys: Sequence[CallKey] = ()
+    transaction: Transaction,
+    dimensions: Iterable[tuple[BudgetKey, str]],
+    *,
+    keys: Sequence[CallKey] = (),
+    reservations: Sequence[Reservation] = (),
 ) -> Accounts:
-    """Read dimensions of budgets whose accounts the transaction has locked, and which of the keys were used before."""
-    wanted = sorted(set(dimensions))
+    """Read dimensions of budgets whose accounts the transaction has locked, with those of the reservations.
+
+    Of the keys of calls, it reads which were used before.
+    """
+    reserved = await _read_reservations(transaction, reservations)
+    wanted = sorted({*dimensions, *((each.budget, name) for each, amounts in reserved.items() for name in amounts)})
     rows = await transaction.fetch(
         SQL.read_counters,
         **full_columns(("partition_keys", "budget_ids", "dimensions"), [(*budget, name) for budget, name in wanted]),
         **full_columns(_KEYS, keys),
     )
     key_of = {budget.budget_id: budget for budget, _ in wanted}
-    found = Accounts(of={}, used_keys=set())
+    found = Accounts(of={}, used_keys=set(), reserved=reserved)
     for row in rows:
         if row["nth"] is not None:
             found.used_keys.add(keys[row["nth"] - 1])
@@ -178,6 +224,18 @@ async def read_accounts(
             hard_limit=row["hard_limit"], soft_limit=row["soft_limit"], used=row["used"], reserved=row["reserved"]
         )
     return found
+
+
+async def _read_reservations(
+    transaction: Transaction, reservations: Sequence[Reservation]
+) -> dict[Reservation, Mapping[str, int]]:
+    found: dict[Reservation, dict[str, int]] = {}
+    if reservations:
+        names = ("partition_keys", "execution_ids", "budget_ids", "reservation_keys", "lease_epochs")
+        keys = [(*of.execution, of.budget.budget_id, of.reservation_key, of.lease_epoch) for of in reservations]
+        for row in await transaction.fetch(SQL.list_reservations, **full_columns(names, keys)):
+            found.setdefault(reservations[row["nth"] - 1], {})[row["dimension"]] = row["amount"]
+    return {**found}
 
 
 async def after_change(store: Store, budget_ids: Sequence[UUID]) -> None:

@@ -45,9 +45,20 @@ select i.nth, i.scope, i.key, null, null, null, null, null
         where k.partition_key = i.partition_key and k.operation = i.operation and k.scope = i.scope and k.key = i.key limit 1) k
  where k.expires_at > c.now;
 
+-- name: list_reservations
+-- The amounts that leases have reserved under the given keys.
+select i.nth, r.dimension, r.amount
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :budget_ids::uuid[], :reservation_keys::text[], :lease_epochs::bigint[])
+       with ordinality as i(partition_key, execution_id, budget_id, reservation_key, lease_epoch, nth)
+ cross join lateral (
+       select r.dimension, r.amount, r.lease_epoch from budget_reservation r
+        where r.partition_key = i.partition_key and r.execution_id = i.execution_id and r.budget_id = i.budget_id
+          and r.reservation_key = i.reservation_key offset 0) r
+ where r.lease_epoch = i.lease_epoch;
+
 -- name: write_counters
 -- Stores counters of budgets whose accounts the transaction has locked, adds to the ledgers of executions and to the breaches, deletes
--- settled reservations, and stores the keys of the calls for :key_ttl_ms.
+-- settled reservations, and stores new ones, whose executions the transaction has locked, and the keys of the calls for :key_ttl_ms.
 with clock as materialized (select ff_now() as now),
 counted as (
   insert into budget_usage (partition_key, budget_id, dimension, used, reserved)
@@ -76,6 +87,19 @@ settled as (
                 :settled_epochs::bigint[]) as i(partition_key, execution_id, budget_id, reservation_key, lease_epoch)
    where r.partition_key = any(array[i.partition_key]) and r.execution_id = i.execution_id and r.budget_id = i.budget_id
      and r.reservation_key = i.reservation_key and r.lease_epoch = i.lease_epoch
+),
+reserved as (
+  insert into budget_reservation (partition_key, execution_id, budget_partition, budget_id, reservation_key, lease_epoch, dimension,
+                                  amount, reserved_at)
+  select r.*, c.now
+    from clock c
+   cross join unnest(:new_partitions::smallint[], :new_executions::uuid[], :new_budget_partitions::smallint[], :new_budgets::uuid[],
+                     :new_keys::text[], :new_epochs::bigint[], :new_dimensions::text[], :new_amounts::bigint[]) as r
+),
+attached as (
+  update execution e set attached = e.attached | 16
+    from (select distinct * from unnest(:new_partitions, :new_executions)) as r(partition_key, execution_id)
+   where e.partition_key = any(array[r.partition_key]) and e.execution_id = r.execution_id and e.attached & 16 = 0
 )
 update budget_account a
    set breach_count = a.breach_count + i.breaches, soft_breach_count = a.soft_breach_count + i.soft_breaches,

@@ -7,16 +7,16 @@ from uuid import UUID
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import full_columns, statements_beside
 from flowfabric.engine.core.consequence import EndedLease
-from flowfabric.engine.core.row import check_fence, check_lease_handle, lock_execution
+from flowfabric.engine.core.row import check_lease_handle
 from flowfabric.engine.limit.account import (
     Reservation,
     after_change,
     check_budget_id,
+    execution_key,
     lock_account_if_exists,
-    lock_accounts,
     read_accounts,
 )
-from flowfabric.engine.limit.spend import Booking, Spending, execution_key, read_reserved
+from flowfabric.engine.limit.booking import Bookings, Reserve, Settlement
 from flowfabric.engine.store import Store
 from flowfabric.model.budget import (
     MAX_TOTAL,
@@ -37,9 +37,9 @@ SQL = statements_beside(__file__)
 class Reservations:
     """The operations on reservations."""
 
-    def __init__(self, store: Store, spending: Spending) -> None:
+    def __init__(self, store: Store, bookings: Bookings) -> None:
         self._store = store
-        self._spending = spending
+        self._bookings = bookings
 
     async def reserve(
         self, handle: Handle, budget_id: UUID | str, *, amounts: Mapping[str, int], reservation_key: str
@@ -51,8 +51,9 @@ class Reservations:
         check_lease_handle(handle)
         reservation = self._reservation(handle, budget_id, reservation_key)
         wanted = check_amounts(amounts, "amounts", least=1, most=MAX_TOTAL)
-        work = partial(self._reserve, handle, reservation, wanted)
-        return await self._store.transact(work, execution_id=handle.execution_id)
+        answer = await self._bookings.book(Reserve(handle=handle, reservation=reservation, amounts=wanted))
+        assert isinstance(answer, Reserved | AlreadyReserved | AlreadySettled | HardBreach)
+        return answer
 
     async def settle(
         self, handle: Handle, budget_id: UUID | str, *, reservation_key: str, amounts: Mapping[str, int]
@@ -64,14 +65,8 @@ class Reservations:
         """
         check_handle(handle)
         reservation = self._reservation(handle, budget_id, reservation_key)
-        booking = Booking(
-            budget=reservation.budget,
-            amounts=check_amounts(amounts, "amounts", is_empty_allowed=True),
-            key=reservation.call_key,
-            execution=reservation.execution,
-            reservation=reservation,
-        )
-        answer = await self._spending.book(booking)
+        costs = check_amounts(amounts, "amounts", is_empty_allowed=True)
+        answer = await self._bookings.book(Settlement(reservation=reservation, amounts=costs))
         assert isinstance(answer, Settled | AlreadySettled)
         return answer
 
@@ -100,49 +95,12 @@ class Reservations:
         )
 
     @staticmethod
-    async def _reserve(
-        handle: Handle, reservation: Reservation, wanted: Mapping[str, int], transaction: Transaction
-    ) -> Reserved | AlreadyReserved | AlreadySettled | HardBreach:
-        check_fence(await lock_execution(transaction, handle.execution_id), handle)
-        budget = reservation.budget
-        await lock_accounts(transaction, [budget])
-        if await _read(transaction, reservation):
-            return AlreadyReserved()
-        accounts = await read_accounts(transaction, ((budget, name) for name in wanted), [reservation.call_key])
-        if accounts.used_keys:
-            return AlreadySettled()
-        answer = accounts.account(budget).reserve(wanted)
-        await accounts.write(transaction)
-        if isinstance(answer, Reserved):
-            await transaction.fetch(
-                SQL.insert_reservation,
-                partition_key=reservation.execution.partition_key,
-                execution_id=reservation.execution.execution_id,
-                budget_partition=budget.partition_key,
-                budget_id=budget.budget_id,
-                reservation_key=reservation.reservation_key,
-                lease_epoch=reservation.lease_epoch,
-                dimensions=list(wanted),
-                amounts=list(wanted.values()),
-            )
-        return answer
-
-    @staticmethod
     async def _release(reservation: Reservation, transaction: Transaction) -> list[UUID]:
-        budget = reservation.budget
-        if not await lock_account_if_exists(transaction, budget):
+        if not await lock_account_if_exists(transaction, reservation.budget):
             return []
-        reserved = await _read(transaction, reservation)
-        if not reserved:
+        accounts = await read_accounts(transaction, (), reservations=[reservation])
+        if reservation not in accounts.reserved:
             return []
-        accounts = await read_accounts(transaction, ((budget, name) for name in reserved))
-        accounts.account(budget).release(reserved)
-        accounts.settled.append(reservation)
+        accounts.account(reservation.budget).release(accounts.take(reservation))
         await accounts.write(transaction)
         return accounts.freed
-
-
-async def _read(transaction: Transaction, reservation: Reservation) -> Mapping[str, int]:
-    booking = Booking(budget=reservation.budget, amounts={}, reservation=reservation)
-    await read_reserved(transaction, [booking])
-    return booking.reserved

@@ -1,15 +1,3 @@
--- name: insert_reservation
--- Stores what a run whose execution the transaction has locked has reserved, and marks the execution as having reservations.
-with clock as materialized (select ff_now() as now),
-attached as (
-  update execution e set attached = e.attached | 16
-   where e.partition_key = :partition_key and e.execution_id = :execution_id and e.attached & 16 = 0
-)
-insert into budget_reservation (partition_key, execution_id, budget_partition, budget_id, reservation_key, dimension, amount,
-                                lease_epoch, reserved_at)
-select :partition_key, :execution_id, :budget_partition, :budget_id, :reservation_key, d.dimension, d.amount, :lease_epoch, c.now
-  from clock c cross join unnest(:dimensions::text[], :amounts::bigint[]) as d(dimension, amount);
-
 -- name: lock_reserved_accounts
 -- Locks the accounts of the budgets of which executions have reserved something, in the order of their keys.
 select a.budget_id
@@ -51,6 +39,6 @@ freed as materialized (
    where l.hard_limit > r.left_over and l.hard_limit <= r.left_over + r.amount
 )
 select distinct l.lane_id
-  from (select array_agg(budget_id) as budget_ids from freed) f
+  from (select array_agg(budget_id) as budget_ids from freed having count(*) > 0) f
   join queue q on q.budget_ids && f.budget_ids
  cross join lateral (select l.lane_id from lane l where l.lane_no = q.lane_no limit 1) l;

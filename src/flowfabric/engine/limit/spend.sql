@@ -1,14 +1,3 @@
--- name: list_reservations
--- The amounts that leases have reserved under the given keys.
-select i.nth, r.dimension, r.amount
-  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :budget_ids::uuid[], :reservation_keys::text[], :lease_epochs::bigint[])
-       with ordinality as i(partition_key, execution_id, budget_id, reservation_key, lease_epoch, nth)
- cross join lateral (
-       select r.dimension, r.amount, r.lease_epoch from budget_reservation r
-        where r.partition_key = i.partition_key and r.execution_id = i.execution_id and r.budget_id = i.budget_id
-          and r.reservation_key = i.reservation_key offset 0) r
- where r.lease_epoch = i.lease_epoch;
-
 -- name: take_spend
 -- Deletes the ledger of an execution and subtracts it from the counters of a budget whose account the transaction has locked.
 with released as (
