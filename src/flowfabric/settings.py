@@ -105,6 +105,8 @@ class SettingsFields(TypedDict, total=False):
     cancel_reconciler_interval_s: int
     quota_reconciler_interval_s: int
     cancel_grace_ms: int
+    budget_reset_interval_s: int
+    budget_reconciler_interval_s: int
 
 
 class Settings(BaseSettings):
@@ -152,6 +154,8 @@ class Settings(BaseSettings):
     cancel_reconciler_interval_s: Count = 15
     quota_reconciler_interval_s: Count = 30
     cancel_grace_ms: Annotated[int, Field(ge=0, le=MAX_CANCEL_GRACE_MS)] = 30_000
+    budget_reset_interval_s: Count = 15
+    budget_reconciler_interval_s: Count = 30
 
     def __init__(self, **given: Unpack[SettingsFields]) -> None:
         """Read settings that are not given from the environment; log a warning for unknown FF_ variables."""

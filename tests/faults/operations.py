@@ -16,6 +16,7 @@ from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
 from flowfabric.model.stream import DurableSummary, Frame
 
+from .budget_operations import budget_operations, budget_reads
 from .flow_operations import flow_operations
 from .operation import Call, Operation, Prepare
 from .preparations import (
@@ -247,9 +248,11 @@ def _operations() -> list[Operation]:
         is_idempotent=False,
     )
     found += flow_operations()
+    found += budget_operations()
     found += _streams()
     found += _service_operations()
     found += _reads()
+    found += budget_reads()
     return found
 
 

@@ -33,6 +33,7 @@ WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _VARYING = frozenset(
     {"event_id", "xid", "place", "sequence", "namespace_no", "lane_no", "route_no", "queue_no", "worker_no", "claim_no"}
+    | {"budget_partition", "execution_partition"}
     | {"edge_no", "after_edge_no", "grant_id", "partition_key", "subject_partition", "token", "token_kid", "secret"}
 )
 """Columns whose values differ between subjects."""
@@ -68,6 +69,14 @@ _FLOW_TABLES = (
     "cancel_backlog",
     "cancel_backlog_member",
 )
+_BUDGET_TABLES = (
+    "budget",
+    "budget_limit",
+    "budget_account",
+    "budget_usage",
+    "budget_spend",
+    "budget_reservation",
+)
 _ROWS = f"""
 with own as materialized (
   select e.execution_id from execution e join lane l using (lane_no) where l.lane_id = $1 and e.created_at >= $2)
@@ -85,6 +94,12 @@ with own as materialized (
         for table in _FLOW_TABLES
     )
 }
+{
+    "".join(
+        f"union all select '{table}', to_jsonb(t)::text from {table} t where t.budget_id = any($5::uuid[]) "
+        for table in _BUDGET_TABLES
+    )
+}
 union all select 'event', to_jsonb(t)::text from event t
  where t.execution_id in (select e.flow_id from own join execution e using (execution_id))
 union all select 'retained', to_jsonb(t)::text
@@ -92,7 +107,7 @@ union all select 'retained', to_jsonb(t)::text
           from retained r cross join unnest(r.execution_ids) as i(execution_id)) t
  where t.execution_id in (select execution_id from own)
 union all select 'idempotency_key', to_jsonb(t)::text from idempotency_key t
- where t.subject_id in (select execution_id from own)
+ where t.subject_id in (select execution_id from own) or t.subject_id = any($5)
     or t.scope in (select w.waitpoint_id from waitpoint w join own using (execution_id))
 union all select 'lane', state::text from lane where lane_id = $1 and state <> 'active'
 union all select 'flow', to_jsonb(t)::text from flow t where t.flow_kind = $3
@@ -197,7 +212,9 @@ class Scene:
         """The rows of a subject, without ids and with times relative to its beginning."""
         if subject.is_settled:
             await self._settle(subject)
-        rows = await self._connection.fetch(_ROWS, subject.lane_id, subject.began, subject.name, subject.name)
+        rows = await self._connection.fetch(
+            _ROWS, subject.lane_id, subject.began, subject.name, subject.name, subject.ids
+        )
         return sorted(f"{table}: {_comparable(text, subject)}" for table, text in rows)
 
     async def _settle(self, subject: Subject) -> None:

@@ -42,7 +42,7 @@ ENUMS: dict[str, type[StrEnum]] = {
 }
 ONLY_IN_SQL = {
     "timer_kind": ["delay", "attempt_timeout", "deadline", "suspension_timeout"],
-    "keyed_operation": ["submit", "suspend", "signal"],
+    "keyed_operation": ["submit", "suspend", "signal", "spend", "settle"],
 }
 """Enumerations that only statements use, with their labels."""
 

@@ -128,12 +128,14 @@ UNPOISONED = {
     "worker_identity_trim",
     "stream_expiry",
     "flow_projector",
+    "budget_reset",
+    "budget_reconciler",
     "event_partitions",
     "outbox_trim",
     "worker_event_trim",
 }
-"""Sweeps that only free space: no execution waits for them, and every reader ignores the rows they delete. And
-`flow_projector`, which writes flows and no executions; it has a test of its own."""
+"""Sweeps that only free space: no execution waits for them, and every reader ignores the rows they delete. And those of
+flows and budgets, which write no executions; they have tests of their own."""
 
 
 def test_every_sweep_has_a_case_or_needs_none() -> None:

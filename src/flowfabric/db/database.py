@@ -228,6 +228,8 @@ class Database:
                 raise
             is_committing = True
             await transaction.commit()
+            for callback in statements.callbacks:
+                callback()
             if statements.was_slow:
                 await _discard_plans(connection)
             return answer
@@ -254,11 +256,16 @@ class Database:
 class Transaction:
     """An open transaction."""
 
-    __slots__ = ("connection", "was_slow")
+    __slots__ = ("callbacks", "connection", "was_slow")
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.was_slow = False
+        self.callbacks: list[Callable[[], None]] = []
+
+    def on_commit(self, callback: Callable[[], None]) -> None:
+        """Call a function once the transaction has committed."""
+        self.callbacks.append(callback)
 
     async def fetch(self, statement: Statement, **values: object) -> list[Record]:
         """The rows of one statement."""

@@ -18,7 +18,7 @@ create type frame_mode as enum ('durable', 'summary', 'best_effort');
 
 create type group_state as enum ('pending', 'satisfied', 'impossible');
 
-create type keyed_operation as enum ('submit', 'suspend', 'signal', 'spend');
+create type keyed_operation as enum ('submit', 'suspend', 'signal', 'spend', 'settle');
 
 create type lane_state as enum ('active', 'paused', 'draining', 'disabled');
 
@@ -161,16 +161,16 @@ create table budget_limit (
   with (fillfactor=50);
 
 create table budget_reservation (
-  execution_partition smallint not null,
-  execution_id uuid not null,
   partition_key smallint not null,
+  execution_id uuid not null,
+  budget_partition smallint not null,
   budget_id uuid not null,
   reservation_key text not null,
   dimension text not null,
   amount bigint not null,
   lease_epoch bigint not null,
   reserved_at bigint not null,
-  constraint budget_reservation_pkey PRIMARY KEY (execution_partition, execution_id, budget_id, reservation_key, dimension));
+  constraint budget_reservation_pkey PRIMARY KEY (partition_key, execution_id, budget_id, reservation_key, dimension));
 
 create table budget_spend (
   partition_key smallint not null,
@@ -858,7 +858,7 @@ CREATE INDEX budget_account_due ON budget_account USING btree (next_reset_at) WH
 
 CREATE INDEX budget_limit_of_budget ON budget_limit USING btree (budget_id);
 
-CREATE INDEX budget_reservation_of_budget ON budget_reservation USING btree (partition_key, budget_id);
+CREATE INDEX budget_reservation_of_budget ON budget_reservation USING btree (budget_partition, budget_id);
 
 CREATE INDEX cancel_backlog_due ON cancel_backlog USING btree (grace_until);
 

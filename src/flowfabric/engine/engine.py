@@ -41,8 +41,11 @@ from flowfabric.engine.lease.revoke import Revoke
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
 from flowfabric.engine.limit.attach import Attach
 from flowfabric.engine.limit.block import Blocks
+from flowfabric.engine.limit.budget import Budgets
 from flowfabric.engine.limit.fairness import Fairness
 from flowfabric.engine.limit.quota import Quotas
+from flowfabric.engine.limit.reserve import Reservations
+from flowfabric.engine.limit.spend import Spending
 from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.read.consistency import Consistency
@@ -200,6 +203,21 @@ class Engine:
     subscribe_signal_delivery = operation(Feeds.subscribe_signal_delivery)
     subscribe_operator_events = operation(Feeds.subscribe_operator_events)
     subscribe_instance_tags = operation(Feeds.subscribe_instance_tags)
+
+    # Budgets: definitions, usage, reservations.
+    create_budget = operation(Budgets.create_budget)
+    reset_budget = operation(Budgets.reset_budget)
+    change_budget_limits = operation(Budgets.change_budget_limits)
+    get_budget_status = operation(Budgets.get_budget_status)
+    read_budget_usage_and_limits = operation(Budgets.read_budget_usage_and_limits)
+    reconcile_budget_counters = operation(Budgets.reconcile_budget_counters)
+    report_usage = operation(Spending.report_usage)
+    report_usage_admin = operation(Spending.report_usage_admin)
+    record_spend = operation(Spending.record_spend)
+    release_budget = operation(Spending.release_budget)
+    reserve = operation(Reservations.reserve)
+    settle = operation(Reservations.settle)
+    release_reservation = operation(Reservations.release_reservation)
 
     # Signing keys.
     seed_waitpoint_hmac_secret = operation(Keys.seed_waitpoint_hmac_secret)

@@ -52,8 +52,12 @@ from flowfabric.engine.lifecycle import Lifecycle, Shutdown
 from flowfabric.engine.limit.admission import Admission
 from flowfabric.engine.limit.attach import Attach
 from flowfabric.engine.limit.block import Blocks, Unblocking
+from flowfabric.engine.limit.booking import Bookings
+from flowfabric.engine.limit.budget import Budgets
 from flowfabric.engine.limit.fairness import Fairness
 from flowfabric.engine.limit.quota import Quotas
+from flowfabric.engine.limit.reserve import Reservations
+from flowfabric.engine.limit.spend import Spending
 from flowfabric.engine.operation import Services
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
@@ -81,7 +85,7 @@ CONSEQUENCES: Mapping[Attachment, Consequence] = {
     Attachment.SUSPENSION: close_suspensions,
     Attachment.STREAM: end_streams,
 }
-"""What to do for each kind of attachment when the lease or the execution ends."""
+"""What to do for each kind of attachment when the lease or the execution ends; `Parts` adds those of its services."""
 
 
 class Parts:
@@ -96,7 +100,11 @@ class Parts:
         services.add(lifecycle)
         keys = services.add(lifecycle.keys)
 
-        lease_ends = services.add(LeaseEnds(store, CONSEQUENCES))
+        bookings = Bookings(store)
+        services.add(Spending(store, bookings))
+        reservations = services.add(Reservations(store, bookings))
+        consequences = {**CONSEQUENCES, Attachment.RESERVATION: reservations.return_reservations}
+        lease_ends = services.add(LeaseEnds(store, consequences))
         expiry_quarantine = Quarantine(settings.lease_expiry_interval_ms / 1000)
         self.lease_expiry = services.add(LeaseExpiry(store, lease_ends, expiry_quarantine))
 
@@ -171,6 +179,8 @@ class Parts:
         self.members = services.add(Members(store))
         self.upstreams = services.add(Upstreams(store))
 
+        self.budgets = services.add(Budgets(store, Quarantine(settings.budget_reset_interval_s)))
+
         # Tails and subscriptions that are woken at once leave connections for others.
         half = max(settings.database_pool_size // 2, 1)
         queries = asyncio.Semaphore(half)
@@ -203,6 +213,7 @@ class Parts:
             self.streams,
             lease_ends,
             renewals,
+            bookings,
         )
         cascades = (self.flow_cancel, self.cascade, self.siblings)
         drains = [

@@ -153,7 +153,7 @@ class DependencyApplied:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlreadyApplied:
-    """The edge was applied before."""
+    """It was applied before: the edge, or the report of usage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

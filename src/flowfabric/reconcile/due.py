@@ -42,6 +42,8 @@ class Due:
     has_blocked: bool
     has_quota_keys: bool
     has_expired_guards: bool
+    has_due_budgets: bool
+    has_budgets: bool
     next_due_in_ms: int | None
 
 
@@ -103,5 +105,7 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         has_blocked=row["has_blocked"],
         has_quota_keys=row["has_quota_keys"],
         has_expired_guards=row["has_expired_guards"],
+        has_due_budgets=row["has_due_budgets"],
+        has_budgets=row["has_budgets"],
         next_due_in_ms=row["next_due_in_ms"],
     )

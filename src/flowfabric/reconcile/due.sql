@@ -39,6 +39,8 @@ select (select count(*) from claims) as expired_claims,
        exists (select from stream where sweep_at <= (select now from clock)) as has_due_streams,
        exists (select from pending_cancel_group where enqueued_at <= (select now from clock)) as has_pending_groups,
        exists (select from cancel_backlog where grace_until <= (select now from clock)) as has_due_cancellations,
+       exists (select from budget_account where next_reset_at <= (select now from clock)) as has_due_budgets,
+       exists (select from budget_account) as has_budgets,
        (select f.project_at from flow f
          where f.project_at > :projected_since::bigint and f.project_at <= (select now from clock)
          order by f.project_at limit 1) as oldest_projection_at,

@@ -11,7 +11,7 @@ from flowfabric.engine.fleet import identities, sessions, workers
 from flowfabric.engine.flow import backlog, blocked, cascade, siblings, summary
 from flowfabric.engine.flow import retention as flow_retention
 from flowfabric.engine.lease import expire
-from flowfabric.engine.limit import block, quota
+from flowfabric.engine.limit import block, budget, quota
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.stream import expire as streams
 from flowfabric.engine.wait import timeout
@@ -153,6 +153,21 @@ SWEEPS = (
         every=lambda settings: _seconds(settings.cancel_reconciler_interval_s),
         batch=backlog.SWEEP_LIMIT,
         is_due=lambda due: due.has_due_cancellations,
+    ),
+    Sweep(
+        "budget_reset",
+        lambda parts: parts.budgets.reset_due(),
+        every=lambda settings: _seconds(settings.budget_reset_interval_s),
+        batch=budget.RESET_LIMIT,
+        is_due=lambda due: due.has_due_budgets,
+    ),
+    Sweep(
+        "budget_reconciler",
+        lambda parts: parts.budgets.recount_next(),
+        every=lambda settings: _seconds(settings.budget_reconciler_interval_s),
+        batch=budget.RECOUNT_LIMIT,
+        is_due=lambda due: due.has_budgets,
+        is_gentle=True,
     ),
     Sweep(
         "flow_projector",

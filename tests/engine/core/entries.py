@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
 from engine.state import HandClock
-from flowfabric.engine.core.turns import UNFAIR, Changes, Fairness, Head, Span, Turns
 from flowfabric.engine.core.place import BAND_BITS
+from flowfabric.engine.core.turns import UNFAIR, Changes, Fairness, Head, Span, Turns
 
 LANE = "lane"
 NOW = 1_000_000

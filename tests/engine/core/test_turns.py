@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from engine.core.entries import FAIR, LANE, NOW, Entries, firsts, head, load, place, shares
 from engine.state import HandClock
-from flowfabric.engine.core.turns import UNFAIR, Fairness, Turns
 from flowfabric.engine.core.place import BAND_BITS
+from flowfabric.engine.core.turns import UNFAIR, Fairness, Turns
 
 
 @pytest.fixture

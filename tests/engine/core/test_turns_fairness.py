@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from engine.core.entries import FAIR, LANE, NOW, Entries, head, load, place
 from engine.state import HandClock
-from flowfabric.engine.core.turns import UNFAIR, Fairness, Turns
 from flowfabric.engine.core.place import BAND_BITS
+from flowfabric.engine.core.turns import UNFAIR, Fairness, Turns
 
 weights = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0, 10.0]), min_size=2)
 

@@ -3,8 +3,6 @@
 from collections import Counter
 from uuid import UUID, uuid4
 
-import pytest
-
 from engine.state import claim, items, new
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine

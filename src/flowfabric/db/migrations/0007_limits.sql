@@ -63,20 +63,21 @@ create table budget_spend (
 
 -- What a run has reserved of a budget and not settled yet. It returns to the budget when the lease ends.
 create table budget_reservation (
-  execution_partition smallint not null,
-  execution_id        uuid     not null,
-  partition_key       smallint not null,
-  budget_id           uuid     not null,
-  reservation_key     text     not null,
-  dimension           text     not null,
-  amount              bigint   not null,
-  lease_epoch         bigint   not null,
-  reserved_at         bigint   not null,
-  constraint budget_reservation_pkey primary key (execution_partition, execution_id, budget_id, reservation_key, dimension)
+  partition_key    smallint not null,
+  execution_id     uuid     not null,
+  budget_partition smallint not null,
+  budget_id        uuid     not null,
+  reservation_key  text     not null,
+  dimension        text     not null,
+  amount           bigint   not null,
+  lease_epoch      bigint   not null,
+  reserved_at      bigint   not null,
+  constraint budget_reservation_pkey primary key (partition_key, execution_id, budget_id, reservation_key, dimension)
 );
-create index budget_reservation_of_budget on budget_reservation (partition_key, budget_id);
+create index budget_reservation_of_budget on budget_reservation (budget_partition, budget_id);
 
 alter type keyed_operation add value 'spend';
+alter type keyed_operation add value 'settle';
 
 create table quota_policy (
   partition_key           smallint not null,

@@ -66,6 +66,7 @@ class Attachment(IntFlag):
     STREAM = 4
     SLOT = 8
     """Slots of quotas: the statement that ends the lease returns them."""
+    RESERVATION = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -128,7 +128,8 @@ moved as (
          lease_renewed_at = case when h.loses_lease then h.renewed_at end,
          lease_id = case when h.ends or h.loses_lease then e.lease_id end,
          attempt_id = case when h.parks then h.own_attempt_id when h.ends or h.loses_lease then e.attempt_id end,
-         -- A set of bits: 1 is a grant, 2 an open suspension, 4 a stream, which is of one attempt, 8 a slot, 16 a reservation.
+         -- A set of bits: 1 is a grant, 2 an open suspension, 4 a stream, which is of one attempt, 8 a slot and 16 a reservation, which
+         -- are of one lease.
          attached = case when h.ends then 0 else (e.attached & case when h.retries then ~29 else ~25 end) | case when h.suspends then 2 else 0 end end,
          slot_keys = null,
          retry_count = e.retry_count + h.retries::int,

@@ -168,7 +168,7 @@ class Retention:
         return await self.quarantine.process_found(execution_ids, trim_items)
 
     async def purge_keys(self) -> int:
-        """Delete expired idempotency keys of submissions, suspends and signals; return how many."""
+        """Delete expired idempotency keys, whatever they are of; return how many."""
         (row,) = await self._store.fetch(SQL.take_expired_keys, limit=PURGE_LIMIT)
         purged: int = row["purged"]
         return purged
