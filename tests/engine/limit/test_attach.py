@@ -178,8 +178,8 @@ async def test_capabilities_that_users_require_stay(engine: Engine, connection: 
     assert await required(connection) == {("gpu", LIMITED, "zone")}
     fields = await engine.read_exec_core_fields(made.execution_id, ["required_capabilities"])
     assert fields == {"required_capabilities": "gpu,zone"}
-    worker = {"worker_id": "w", "worker_instance_id": "w-1"}
-    grant = {"execution_id": made.execution_id, "lane_id": "default", **worker}
+    worker: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
+    grant: dict[str, Any] = {"execution_id": made.execution_id, "lane_id": "default", **worker}
     await refused(engine.issue_claim_grant(**grant, worker_capabilities=["gpu"]), "capability_mismatch", "zone")
     granted = await engine.issue_claim_grant(**grant, worker_capabilities=["gpu", "zone"])
     assert granted.execution_id == made.execution_id
@@ -262,7 +262,12 @@ async def test_the_limits_of_a_flow_are_those_of_its_members(engine: Engine, con
 
 
 async def test_conflicting_limits_of_a_node_are_refused(engine: Engine, rows: Rows) -> None:
-    flow = {"flow_kind": "dag", "namespace": "tests", "quota_policy_id": uuid4(), "budget_ids": [uuid4()]}
+    flow: dict[str, Any] = {
+        "flow_kind": "dag",
+        "namespace": "tests",
+        "quota_policy_id": uuid4(),
+        "budget_ids": [uuid4()],
+    }
     bad = node("b", policy={"quota_policy_id": str(uuid4())})
     many = node("b", policy={"budget_ids": [str(uuid4()) for _ in range(16)]})
     async with rows.unchanged():
@@ -312,10 +317,11 @@ async def test_a_claimable_member_is_claimed_from_its_new_queue(engine: Engine, 
 
 
 async def test_an_active_execution_cannot_get_the_limits_of_a_flow(engine: Engine, rows: Rows) -> None:
-    for limited, code in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"budget_ids": [uuid4()]}, "budget_attach_conflict"),
         ({"quota_policy_id": uuid4()}, "quota_attach_conflict"),
-    ):
+    ]
+    for limited, code in cases:
         flow_id = await flow_with(engine, **limited)
         member = await engine.create_execution(**new(execution_id=mint_for_flow(flow_id, Partitions())))
         await claim(engine)
