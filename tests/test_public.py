@@ -135,17 +135,23 @@ def test_every_public_dataclass_is_frozen() -> None:
 async def test_an_editor_completes_only_operations_of_an_engine(engine: Engine) -> None:
     extras = {name for name in dir(engine) if not name.startswith("_")} - NAMED_OPERATIONS
     assert extras == {
+        "attach_budget",
+        "attach_quota",
         "cancel_matching",
         "change_priority_matching",
         "change_quota_policy",
         "connect",
         "count_executions",
         "create_many",
+        "detach_budget",
+        "detach_quota",
         "find_inconsistencies",
+        "list_attachments",
         "list_attempts",
         "read_execution_status",
         "read_flow_summary",
         "replay_matching",
+        "set_lane_fairness",
         "set_lane_state",
         "settings",
         "wait_for_ending",

@@ -18,6 +18,7 @@ from flowfabric.model.stream import DurableSummary, Frame
 
 from .budget_operations import budget_operations, budget_reads
 from .flow_operations import flow_operations
+from .limit_operations import limit_operations
 from .operation import Call, Operation, Prepare
 from .preparations import (
     LARGE_INPUT,
@@ -249,6 +250,7 @@ def _operations() -> list[Operation]:
     )
     found += flow_operations()
     found += budget_operations()
+    found += limit_operations()
     found += _streams()
     found += _service_operations()
     found += _reads()

@@ -35,6 +35,7 @@ _VARYING = frozenset(
     {"event_id", "xid", "place", "sequence", "namespace_no", "lane_no", "route_no", "queue_no", "worker_no", "claim_no"}
     | {"budget_partition", "execution_partition"}
     | {"edge_no", "after_edge_no", "grant_id", "partition_key", "subject_partition", "token", "token_kid", "secret"}
+    | {"quota_key_no"}
 )
 """Columns whose values differ between subjects."""
 _FIRST_TIMESTAMP = 10**12
@@ -110,6 +111,10 @@ union all select 'idempotency_key', to_jsonb(t)::text from idempotency_key t
  where t.subject_id in (select execution_id from own) or t.subject_id = any($5)
     or t.scope in (select w.waitpoint_id from waitpoint w join own using (execution_id))
 union all select 'lane', state::text from lane where lane_id = $1 and state <> 'active'
+union all select 'lane', to_jsonb(t)::text from lane t where t.lane_id = $3
+union all select 'limit_attachment', to_jsonb(t)::text from limit_attachment t where t.scope_id = $3
+union all select 'queue', jsonb_build_object('budgets', budget_ids, 'quotas', cardinality(quota_key_nos))::text
+  from queue join lane l using (lane_no) where l.lane_id = $3
 union all select 'flow', to_jsonb(t)::text from flow t where t.flow_kind = $3
 union all select 'worker', to_jsonb(t)::text from worker t where t.worker_instance_id = $3
 union all select 'worker_event', to_jsonb(t)::text from worker_event t where t.worker_instance_id = $3

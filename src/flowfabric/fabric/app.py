@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -130,14 +130,24 @@ class Fabric:
                 raise
             raise error(refused.code, f"{refused.detail}; for the id of a flow use fabric.flow_run(id)") from None
 
-    def flow(self, kind: str, *, id: UUID | str | None = None, tags: Mapping[str, str] | None = None) -> Flow:
+    def flow(
+        self,
+        kind: str,
+        *,
+        id: UUID | str | None = None,
+        tags: Mapping[str, str] | None = None,
+        budgets: Sequence[UUID | str] = (),
+        quota: UUID | str | None = None,
+    ) -> Flow:
         """Return a new flow to add tasks to: `flow = fabric.flow("nightly")`, then `await flow.submit()`.
 
         kind: what it is a flow of, shown in lists
         id: submit once: a UUID, or any text that is unique among the flows of this kind and namespace
         tags: labels with namespaced keys
+        budgets: the ids of the budgets that limit every node
+        quota: the id of the quota policy that limits every node
         """
-        return Flow(self, kind, id=id, tags=tags)
+        return Flow(self, kind, id=id, tags=tags, budgets=budgets, quota=quota)
 
     def flow_run(self, flow_id: UUID | str) -> FlowRun:
         """Return the run of a submitted flow by its id, whichever process submitted it."""

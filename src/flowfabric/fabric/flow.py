@@ -17,7 +17,8 @@ from flowfabric.model.edge import EdgePolicy
 from flowfabric.model.errors import EngineError, InvalidInputError, TransportError, error
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.flow import MAX_EDGES, MAX_NODES, FlowAlreadySatisfied, FlowEdge, FlowNode
-from flowfabric.model.ids import FlowId, flow_partition, format_execution_id, mint_uuid_texts, uuid7
+from flowfabric.model.ids import FlowId, flow_partition, format_execution_id, mint_uuid_texts, parse_uuid, uuid7
+from flowfabric.model.limit import check_budget_ids
 from flowfabric.model.tag import check_tags
 from flowfabric.model.text import check_short, check_text, shown
 from flowfabric.worker.upstreams import ENCODING
@@ -51,6 +52,8 @@ class Flow:
         *,
         id: UUID | str | None,
         tags: Mapping[str, str] | None,
+        budgets: Sequence[UUID | str],
+        quota: UUID | str | None,
     ) -> None:
         self._fabric = fabric
         self.kind = check_short(kind, "kind")
@@ -58,6 +61,8 @@ class Flow:
         self._has_own_id = id is not None
         self._flow_id = _flow_id_of(fabric, kind, id)
         self._tags = check_tags(tags) or None
+        self._budgets = check_budget_ids(budgets, "budgets")
+        self._quota = None if quota is None else parse_uuid(quota, "quota")
         self._nodes: list[Node] = []
         self._news: list[NewExecution] = []
         """What is submitted for each node."""
@@ -153,6 +158,8 @@ class Flow:
                 groups=self._groups(),
                 tags=self._tags,
                 flow_id=self._flow_id,
+                budget_ids=self._budgets,
+                quota_policy_id=self._quota,
             )
         except EngineError as refused:
             self._is_submitted |= isinstance(refused, TransportError) and refused.outcome_unknown
@@ -204,6 +211,12 @@ class Flow:
                 "invalid_input",
                 f"flow.add: task {task.name!r} has an idempotency_key, which a node cannot have; a flow is submitted "
                 "once by its id: fabric.flow(kind, id=...)",
+            )
+        if "parent" in task._options:
+            raise error(
+                "invalid_input",
+                f"flow.add: task {task.name!r} has a parent, which a node cannot have; give the flow its limits: "
+                "fabric.flow(kind, budgets=..., quota=...)",
             )
 
     def _connect(self, node: Node, pending: Sequence[Node | Group]) -> None:

@@ -62,6 +62,8 @@ class SubmitOptions(TypedDict, total=False):
     """How many frames of its stream are kept, and whether every write waits until its frame is stored."""
     tags: Mapping[str, str]
     """Labels with namespaced keys, such as `{"app.customer": "42"}`."""
+    parent: str
+    """The id of the run that submits it: the budgets and the quota of that run limit it too."""
 
 
 class TaskOptions(SubmitOptions, total=False):
@@ -208,6 +210,7 @@ class Task(Generic[Called, Params, Returned]):
         idempotency_key: submit once, a repeat with the same key returns the first run
         stream: how many frames of its stream are kept, and whether every write waits until its frame is stored
         tags: labels with namespaced keys
+        parent: the id of the run whose budgets and quota limit it too
         """
         given = _checked(options, SubmitOptions)
         return type(self)(self._fabric, self.name, self._handler, {**self._options, **given})
@@ -314,6 +317,7 @@ class Task(Generic[Called, Params, Returned]):
             tags=self._tags,
             policy=self._policy,
             delay_ms=self._delay_ms,
+            parent_execution_id=self._options.get("parent"),
         )
 
     def _key(self) -> str | None:

@@ -284,7 +284,7 @@ def check_parent_id(given: object) -> str:
 def check_parent(parent: object, looked: Looked) -> None:
     """Raise if the parent of an execution does not exist."""
     if parent is not None and parent not in looked.parents:
-        raise error("execution_not_found", f"{parent}, given as parent_execution_id")
+        raise error("execution_not_found", parse_execution_id(parent))
 
 
 def _definition(row: Mapping[str, str | None]) -> Definition:
