@@ -17,6 +17,7 @@ from flowfabric.model.ids import LaneId
 from flowfabric.model.stream import DurableSummary, Frame
 
 from .flow_operations import flow_operations
+from .limit_operations import limit_operations
 from .operation import Call, Operation, Prepare
 from .preparations import (
     LARGE_INPUT,
@@ -247,6 +248,7 @@ def _operations() -> list[Operation]:
         is_idempotent=False,
     )
     found += flow_operations()
+    found += limit_operations()
     found += _streams()
     found += _service_operations()
     found += _reads()

@@ -33,7 +33,17 @@ WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _VARYING = frozenset(
     {"event_id", "xid", "place", "sequence", "namespace_no", "lane_no", "route_no", "queue_no", "worker_no", "claim_no"}
-    | {"edge_no", "after_edge_no", "grant_id", "partition_key", "subject_partition", "token", "token_kid", "secret"}
+    | {
+        "edge_no",
+        "after_edge_no",
+        "quota_key_no",
+        "grant_id",
+        "partition_key",
+        "subject_partition",
+        "token",
+        "token_kid",
+        "secret",
+    }
 )
 """Columns whose values differ between subjects."""
 _FIRST_TIMESTAMP = 10**12
@@ -98,6 +108,10 @@ union all select 'lane', state::text from lane where lane_id = $1 and state <> '
 union all select 'flow', to_jsonb(t)::text from flow t where t.flow_kind = $3
 union all select 'worker', to_jsonb(t)::text from worker t where t.worker_instance_id = $3
 union all select 'worker_event', to_jsonb(t)::text from worker_event t where t.worker_instance_id = $3
+union all select 'quota_policy', to_jsonb(t)::text from quota_policy t where t.quota_policy_id = $5
+union all select 'quota_key', to_jsonb(t)::text from quota_key t where t.quota_policy_id = $5
+union all select 'quota_admission', to_jsonb(t)::text from quota_admission t join quota_key k using (quota_key_no)
+ where k.quota_policy_id = $5
 union all select 'signing_key', is_current || ' ' || (expires_at is null) from signing_key where kid = $4
 """
 """Every row that a call on a subject may write, except the events that report repeated signals."""
@@ -134,6 +148,7 @@ class Subject:
         self.event_id: int
         self.is_settled = True
         """Whether its rows are compared after the cascade; not if the call does what the cascade would do."""
+        self.quota_policy_id = uuid4()
         self.ids = [uuid4() for _ in range(4)]
         """Ids for the arguments of a call, the same for repeated calls."""
 
@@ -197,7 +212,9 @@ class Scene:
         """The rows of a subject, without ids and with times relative to its beginning."""
         if subject.is_settled:
             await self._settle(subject)
-        rows = await self._connection.fetch(_ROWS, subject.lane_id, subject.began, subject.name, subject.name)
+        rows = await self._connection.fetch(
+            _ROWS, subject.lane_id, subject.began, subject.name, subject.name, subject.quota_policy_id
+        )
         return sorted(f"{table}: {_comparable(text, subject)}" for table, text in rows)
 
     async def _settle(self, subject: Subject) -> None:
