@@ -16,9 +16,9 @@ from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
 from flowfabric.model.stream import DurableSummary, Frame
 
+from .attachment_operations import attachment_operations
 from .budget_operations import budget_operations, budget_reads
 from .flow_operations import flow_operations
-from .limit_operations import limit_operations
 from .operation import Call, Operation, Prepare
 from .preparations import (
     LARGE_INPUT,
@@ -59,6 +59,7 @@ from .preparations import (
     with_staged_edge,
     with_waitpoint,
 )
+from .quota_operations import quota_operations
 from .scene import LEASE_MS, MINUTE, SECRET, WORKER, Subject
 
 LARGE = {"input_payload": LARGE_INPUT}
@@ -250,7 +251,8 @@ def _operations() -> list[Operation]:
     )
     found += flow_operations()
     found += budget_operations()
-    found += limit_operations()
+    found += attachment_operations()
+    found += quota_operations()
     found += _streams()
     found += _service_operations()
     found += _reads()

@@ -118,6 +118,10 @@ union all select 'queue', jsonb_build_object('budgets', budget_ids, 'quotas', ca
 union all select 'flow', to_jsonb(t)::text from flow t where t.flow_kind = $3
 union all select 'worker', to_jsonb(t)::text from worker t where t.worker_instance_id = $3
 union all select 'worker_event', to_jsonb(t)::text from worker_event t where t.worker_instance_id = $3
+union all select 'quota_policy', to_jsonb(t)::text from quota_policy t where t.quota_policy_id = $6
+union all select 'quota_key', to_jsonb(t)::text from quota_key t where t.quota_policy_id = $6
+union all select 'quota_admission', to_jsonb(t)::text from quota_admission t join quota_key k using (quota_key_no)
+ where k.quota_policy_id = $6
 union all select 'signing_key', is_current || ' ' || (expires_at is null) from signing_key where kid = $4
 """
 """Every row that a call on a subject may write, except the events that report repeated signals."""
@@ -154,6 +158,7 @@ class Subject:
         self.event_id: int
         self.is_settled = True
         """Whether its rows are compared after the cascade; not if the call does what the cascade would do."""
+        self.quota_policy_id = uuid4()
         self.ids = [uuid4() for _ in range(4)]
         """Ids for the arguments of a call, the same for repeated calls."""
 
@@ -218,7 +223,13 @@ class Scene:
         if subject.is_settled:
             await self._settle(subject)
         rows = await self._connection.fetch(
-            _ROWS, subject.lane_id, subject.began, subject.name, subject.name, subject.ids
+            _ROWS,
+            subject.lane_id,
+            subject.began,
+            subject.name,
+            subject.name,
+            subject.ids,
+            subject.quota_policy_id,
         )
         return sorted(f"{table}: {_comparable(text, subject)}" for table, text in rows)
 

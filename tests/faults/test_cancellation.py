@@ -22,7 +22,15 @@ GROUPS = groups(is_whole=IS_WHOLE)
 
 
 def test_every_operation_is_swept() -> None:
-    internal = {"bring_forward", "cancel_many", "expire_streams", "project_due", "trim"}
+    internal = {
+        "bring_forward",
+        "cancel_many",
+        "expire_streams",
+        "project_due",
+        "purge_guards",
+        "trim",
+        "unblock_batch",
+    }
     assert {operation.name for operation in OPERATIONS.values()} == public_operations() | internal
 
 

@@ -38,7 +38,7 @@ async def beside_limited_flow(subject: Subject) -> None:
     )
 
 
-def limit_operations() -> list[Operation]:
+def attachment_operations() -> list[Operation]:
     """The operations that attach limits, and those that create executions with limits."""
     found: list[Operation] = []
 
