@@ -136,6 +136,7 @@ async def test_an_editor_completes_only_operations_of_an_engine(engine: Engine) 
     extras = {name for name in dir(engine) if not name.startswith("_")} - NAMED_OPERATIONS
     assert extras == {
         "cancel_matching",
+        "change_budget_limits",
         "change_priority_matching",
         "connect",
         "count_executions",
@@ -144,9 +145,12 @@ async def test_an_editor_completes_only_operations_of_an_engine(engine: Engine) 
         "list_attempts",
         "read_execution_status",
         "read_flow_summary",
+        "release_reservation",
         "replay_matching",
+        "reserve",
         "set_lane_state",
         "settings",
+        "settle",
         "wait_for_ending",
         "wait_for_flow",
     }
