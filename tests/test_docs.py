@@ -38,6 +38,7 @@ from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.model import (
     attempt,
+    budget,
     condition,
     edge,
     errors,
@@ -76,6 +77,7 @@ SOURCE = ROOT / "src" / "flowfabric"
 
 MODULES = (
     attempt,
+    budget,
     condition,
     edge,
     errors,

@@ -138,6 +138,7 @@ async def test_an_editor_completes_only_operations_of_an_engine(engine: Engine) 
         "attach_budget",
         "attach_quota",
         "cancel_matching",
+        "change_budget_limits",
         "change_priority_matching",
         "change_quota_policy",
         "connect",
@@ -150,10 +151,16 @@ async def test_an_editor_completes_only_operations_of_an_engine(engine: Engine) 
         "list_attempts",
         "read_execution_status",
         "read_flow_summary",
+        "release_reservation",
         "replay_matching",
+<<<<<<< HEAD
         "set_lane_fairness",
+=======
+        "reserve",
+>>>>>>> d44e5e48857403f201d035072462daf279cf7a15
         "set_lane_state",
         "settings",
+        "settle",
         "wait_for_ending",
         "wait_for_flow",
     }
