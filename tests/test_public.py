@@ -153,11 +153,8 @@ async def test_an_editor_completes_only_operations_of_an_engine(engine: Engine) 
         "read_flow_summary",
         "release_reservation",
         "replay_matching",
-<<<<<<< HEAD
         "set_lane_fairness",
-=======
         "reserve",
->>>>>>> d44e5e48857403f201d035072462daf279cf7a15
         "set_lane_state",
         "settings",
         "settle",
