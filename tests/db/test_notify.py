@@ -157,7 +157,7 @@ async def test_hints_of_all_channels_are_sent_in_one_statement(url: str, hints: 
                 sender.send(channel, "a")
             await eventually(lambda batch=batch: all(heard[channel].words == ["a"] for channel in batch))
             messages.append(proxy.counted(Side.CLIENT))
-        assert len(channels) == 9
+        assert len(channels) == 10
         assert messages[1] == messages[2] < messages[0]
         await sender.close()
 

@@ -72,6 +72,12 @@ async def _with_waitpoint(scene: Scene) -> ExecutionId:
     return (await running(scene.engine, scene.given, expires_in_ms=MINUTE, lease_ttl_ms=20 * DAY)).execution_id
 
 
+async def _blocked(scene: Scene) -> ExecutionId:
+    execution_id = await scene.given.created(lane_id="blocked")
+    await scene.engine.block_execution_for_admission(execution_id, "waiting_for_quota")
+    return execution_id
+
+
 async def _ended(scene: Scene) -> ExecutionId:
     return await scene.given.cancelled(lane_id="ended")
 
@@ -117,6 +123,7 @@ CASES = {
         table="waitpoint",
     ),
     "cancel_reconciler": Case(make=_owed, is_done=_shows("public_state", "cancelled"), owner="cancel_backlog"),
+    "unblock": Case(make=_blocked, is_done=_shows("public_state", "waiting"), owner="unblocking"),
     "retention_trimmer": Case(make=_ended, is_done=_is_gone, owner="retention"),
 }
 
@@ -130,12 +137,14 @@ UNPOISONED = {
     "flow_projector",
     "budget_reset",
     "budget_reconciler",
+    "quota_reconciler",
+    "quota_guard_expiry",
     "event_partitions",
     "outbox_trim",
     "worker_event_trim",
 }
 """Sweeps that only free space: no execution waits for them, and every reader ignores the rows they delete. And those of
-flows and budgets, which write no executions; they have tests of their own."""
+flows, budgets and quotas, which write no executions or only what an older version has left; they have their own tests."""
 
 
 def test_every_sweep_has_a_case_or_needs_none() -> None:
