@@ -86,6 +86,12 @@ async def _owed(scene: Scene) -> ExecutionId:
     return execution_id
 
 
+async def _blocked(scene: Scene) -> ExecutionId:
+    execution_id = await scene.given.created(lane_id="blocked")
+    await scene.engine.block_execution_for_admission(execution_id, "waiting_for_quota")
+    return execution_id
+
+
 def _shows(column: str, value: str) -> Callable[[Scene, ExecutionId], Awaitable[bool]]:
     async def is_done(scene: Scene, execution_id: ExecutionId) -> bool:
         return (await scene.rows.execution(execution_id))[column] == value  # type: ignore[no-any-return]
@@ -117,6 +123,7 @@ CASES = {
         table="waitpoint",
     ),
     "cancel_reconciler": Case(make=_owed, is_done=_shows("public_state", "cancelled"), owner="cancel_backlog"),
+    "unblock": Case(make=_blocked, is_done=_shows("eligibility_state", "eligible_now"), owner="unblocking"),
     "retention_trimmer": Case(make=_ended, is_done=_is_gone, owner="retention"),
 }
 
@@ -131,9 +138,11 @@ UNPOISONED = {
     "event_partitions",
     "outbox_trim",
     "worker_event_trim",
+    "quota_guard_expiry",
+    "quota_reconciler",
 }
 """Sweeps that only free space: no execution waits for them, and every reader ignores the rows they delete. And
-`flow_projector`, which writes flows and no executions; it has a test of its own."""
+`flow_projector` and `quota_reconciler`, which write flows and quotas and no executions; they have tests of their own."""
 
 
 def test_every_sweep_has_a_case_or_needs_none() -> None:
