@@ -142,7 +142,7 @@ UNPOISONED = {
     "quota_reconciler",
 }
 """Sweeps that only free space: no execution waits for them, and every reader ignores the rows they delete. And
-`flow_projector` and `quota_reconciler`, which write flows and quotas and no executions; they have tests of their own."""
+`flow_projector` and `quota_reconciler`, which write no executions; they have tests of their own."""
 
 
 def test_every_sweep_has_a_case_or_needs_none() -> None:
