@@ -72,12 +72,6 @@ async def _with_waitpoint(scene: Scene) -> ExecutionId:
     return (await running(scene.engine, scene.given, expires_in_ms=MINUTE, lease_ttl_ms=20 * DAY)).execution_id
 
 
-async def _blocked(scene: Scene) -> ExecutionId:
-    execution_id = await scene.given.created(lane_id="blocked")
-    await scene.engine.block_execution_for_admission(execution_id, "waiting_for_quota")
-    return execution_id
-
-
 async def _ended(scene: Scene) -> ExecutionId:
     return await scene.given.cancelled(lane_id="ended")
 
@@ -89,6 +83,12 @@ async def _owed(scene: Scene) -> ExecutionId:
     await scene.given.created(execution_id=execution_id, lane_id="owed")
     await scene.engine.add_execution_to_flow(flow_id, execution_id)
     await scene.engine.cancel_flow_header(flow_id, reason="x", cancellation_policy="cancel_all", grace_ms=MINUTE)
+    return execution_id
+
+
+async def _blocked(scene: Scene) -> ExecutionId:
+    execution_id = await scene.given.created(lane_id="blocked")
+    await scene.engine.block_execution_for_admission(execution_id, "waiting_for_quota")
     return execution_id
 
 
@@ -123,7 +123,7 @@ CASES = {
         table="waitpoint",
     ),
     "cancel_reconciler": Case(make=_owed, is_done=_shows("public_state", "cancelled"), owner="cancel_backlog"),
-    "unblock": Case(make=_blocked, is_done=_shows("public_state", "waiting"), owner="unblocking"),
+    "unblock": Case(make=_blocked, is_done=_shows("eligibility_state", "eligible_now"), owner="unblocking"),
     "retention_trimmer": Case(make=_ended, is_done=_is_gone, owner="retention"),
 }
 
@@ -137,14 +137,14 @@ UNPOISONED = {
     "flow_projector",
     "budget_reset",
     "budget_reconciler",
-    "quota_reconciler",
-    "quota_guard_expiry",
     "event_partitions",
     "outbox_trim",
     "worker_event_trim",
+    "quota_guard_expiry",
+    "quota_reconciler",
 }
-"""Sweeps that only free space: no execution waits for them, and every reader ignores the rows they delete. And those of
-flows, budgets and quotas, which write no executions or only what an older version has left; they have their own tests."""
+"""Sweeps that only free space: no execution waits for them, and every reader ignores the rows they delete. And
+those of flows, budgets and quotas that write no executions; they have tests of their own."""
 
 
 def test_every_sweep_has_a_case_or_needs_none() -> None:

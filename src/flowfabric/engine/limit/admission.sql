@@ -63,7 +63,7 @@ on conflict (partition_key, execution_id) do update set public_state = excluded.
 
 -- name: lock_keys_of_execution
 -- Locks the quota keys of an execution that the transaction has locked; returns those that have slots, and of which it holds one.
-select k.quota_key_no, e.slot_keys
+select k.quota_key_no, case when e.granted_until is not null then e.slot_keys end as slot_keys
   from execution e
   join queue q using (queue_no)
   join quota_key k on k.quota_key_no = any(q.quota_key_nos)

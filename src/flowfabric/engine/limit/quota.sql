@@ -145,26 +145,32 @@ select c.now, k.quota_key_no, k.window_ats, k.window_tokens, p.window_seconds, p
        select p.* from quota_policy p where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p on true;
 
 -- fragment: holders
--- The real holders of slots by key: executions with a lease or a live grant, which claims and grants name, and live guards.
+-- The real holders of slots by key: executions with a lease or a grant, which claims and grants name, and live guards. Grouped with the
+-- keys of the page instead of joined with them: a join would compare all pairs.
 holder as materialized (
-  select s.quota_key_no, count(*) as holders
+  select s.quota_key_no, 1 as holders
     from (select m.partition_key, i.execution_id from claim m cross join lateral unnest(m.execution_ids) as i(execution_id)
           union
-          select g.partition_key, g.execution_id from claim_grant g) i
+          select g.partition_key, g.execution_id from claim_grant g where g.has_slots) i
    cross join clock c
    cross join lateral (
          select e.slot_keys from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.attached & 8 <> 0
-            and (e.ownership_state = 'leased' or e.granted_until > c.now) limit 1) e
+            and (e.ownership_state = 'leased' or e.granted_until is not null) limit 1) e
    cross join lateral unnest(e.slot_keys) as s(quota_key_no)
-   group by s.quota_key_no
+),
+held as materialized (
+  select h.quota_key_no, sum(h.holders) as holders
+    from (select quota_key_no, holders, false as is_of_page from holder union all select quota_key_no, 0, true from page) h
+   group by h.quota_key_no
+  having bool_or(h.is_of_page)
 ),
 counted as materialized (
-  select k.quota_key_no, k.taken, k.window_ats, k.window_tokens, r.returned, coalesce(h.holders, 0) + g.guards as holders,
+  select k.quota_key_no, k.taken, k.window_ats, k.window_tokens, r.returned, h.holders + g.guards as holders,
          c.now - 1000 * coalesce(nullif(p.window_seconds, 0), :default_window_seconds::bigint) as window_start, p.window_seconds is not null as is_defined
     from clock c
-   cross join page k
-    left join holder h on h.quota_key_no = k.quota_key_no
+   cross join held h
+   cross join lateral (select k.* from quota_key k where k.quota_key_no = h.quota_key_no limit 1) k
     left join lateral (
          select p.window_seconds from quota_policy p
           where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p on true
