@@ -29,6 +29,8 @@ SQL = statements_beside(__file__)
 REACH = 50
 """How many more entries than it may lease a statement reads at first, to find those that are within their limits."""
 MAX_REACH = 4000
+MAX_KINDS = 1024
+"""How many kinds of claims are cached."""
 MAX_QUEUES = 100_000
 """How many queues are cached; each key of a quota has its own."""
 DEEP_SECONDS = 10.0
@@ -182,6 +184,8 @@ class LimitedClaims:
         if has_limited:
             self._quiet.pop(wanted, None)
         else:
+            if len(self._quiet) >= MAX_KINDS:
+                self._quiet.clear()
             self._quiet[wanted] = appearances, time.monotonic() + LIFE_SECONDS
 
     async def _search(
@@ -226,7 +230,11 @@ class LimitedClaims:
             scanned_to = found.cut_at or 0
             if found.is_at_reach and reach == MAX_REACH and count < limit:
                 # So many entries without room are ahead that the others are found by their queues.
-                self._deep[wanted] = time.monotonic() + DEEP_SECONDS
+                now = time.monotonic()
+                self._deep = {
+                    **{each: until for each, until in self._deep.items() if until > now},
+                    wanted: now + DEEP_SECONDS,
+                }
                 await self._search_in_turns(reserved, wanted, take, taken, limit=min(limit, slots) - count)
                 break
             if found.at_reclaim_limit:
@@ -424,6 +432,8 @@ class LimitedClaims:
         known = self._reserved.get(lanes)
         if known is None or known.valid_until <= time.monotonic():
             rows = await self._store.fetch(SQL.list_reserved, lanes=lanes, limited=LIMITED)
+            if len(self._reserved) >= MAX_KINDS:
+                self._reserved.clear()
             known = self._reserved[lanes] = Reserved(
                 frozenset(row["route_no"] for row in rows),
                 tuple(sorted({each for row in rows for each in row["required"] if is_reserved(each)})),
