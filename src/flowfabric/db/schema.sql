@@ -179,7 +179,8 @@ create table budget_spend (
   execution_id uuid not null,
   dimension text not null,
   spent bigint not null,
-  constraint budget_spend_pkey PRIMARY KEY (partition_key, budget_id, execution_id, dimension));
+  constraint budget_spend_pkey PRIMARY KEY (partition_key, budget_id, execution_id, dimension))
+  with (fillfactor=80);
 
 create table budget_usage (
   partition_key smallint not null,
@@ -859,6 +860,8 @@ CREATE INDEX budget_account_due ON budget_account USING btree (next_reset_at) WH
 CREATE INDEX budget_limit_of_budget ON budget_limit USING btree (budget_id);
 
 CREATE INDEX budget_reservation_of_budget ON budget_reservation USING btree (budget_partition, budget_id);
+
+CREATE INDEX budget_spend_of_execution ON budget_spend USING btree (execution_partition, execution_id);
 
 CREATE INDEX cancel_backlog_due ON cancel_backlog USING btree (grace_until);
 

@@ -208,3 +208,16 @@ async def test_a_release_never_goes_below_zero(engine: Engine, given: Given, row
     await connection.execute("update budget_usage set used = 4")
     await engine.release_budget(budget_id, execution_id)
     assert await counted(rows, budget_id) == {"usd": (0, 0)}
+
+
+async def test_a_ledger_is_deleted_with_its_execution_and_its_spending_stays_counted(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
+    budget_id = await budget(engine)
+    ended, waiting = await given.completed(), await given.created()
+    for execution_id in (ended, waiting):
+        await engine.record_spend(budget_id, execution_id, deltas={"usd": 10})
+    await clock.advance(ms=DAY_MS + 1)
+    assert await engine.trim_retention() == 1
+    assert [str(row["execution_id"]) for row in await rows.of("budget_spend")] == [uuid_of(waiting)]
+    assert await counted(rows, budget_id) == {"usd": (20, 0)}

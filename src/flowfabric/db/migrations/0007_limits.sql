@@ -59,7 +59,8 @@ create table budget_spend (
   dimension           text     not null,
   spent               bigint   not null,
   constraint budget_spend_pkey primary key (partition_key, budget_id, execution_id, dimension)
-);
+) with (fillfactor = 80);
+create index budget_spend_of_execution on budget_spend (execution_partition, execution_id);
 
 -- What a run has reserved of a budget and not settled yet. It returns to the budget when the lease ends.
 create table budget_reservation (

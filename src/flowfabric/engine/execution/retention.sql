@@ -164,6 +164,10 @@ frames as (
 summaries as (
   delete from stream_summary s using deleted d
    where s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id and exists (select from stream)),
+-- What it has spent stays counted. Skipped entirely if there are no ledgers.
+ledgers as (
+  delete from budget_spend s using deleted d
+   where s.execution_partition = any(array[d.partition_key]) and s.execution_id = d.execution_id and exists (select from budget_spend)),
 outcomes as (
   delete from idempotency_key
    where ctid = any(array(

@@ -139,7 +139,7 @@ class Bookings:
 async def _book_together(
     bookings: Sequence[Booking], transaction: Transaction
 ) -> tuple[list[Booked | Locked | Exception], list[UUID]]:
-    """Book calls whose executions are not locked elsewhere; return also the budgets that have something left again."""
+    """Book calls whose executions are not locked elsewhere; return also the budgets of which something is left."""
     refusals = await _check_fences(transaction, bookings)
     booked, freed = await _book(
         [each for at, each in enumerate(bookings) if at not in refusals], transaction, waits_briefly=True
