@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from uuid import UUID
 
 import asyncpg
 import pytest
@@ -338,3 +339,18 @@ async def test_a_flow_ends_although_the_previous_version_has_ended_its_members(
     assert found is not None
     assert (found.members_completed, found.members_cancelled, found.total_members) == (1, 1, 2)
     assert await engine.get_execution_result(completed) == b""
+
+
+async def test_the_previous_version_claims_nothing_that_has_limits(
+    engine: Engine, given: Given, url: str, source: Path, tmp_path: Path
+) -> None:
+    async with started(source, url, tmp_path / "log") as previous:
+        made = [(await previous("create_execution", **new())).execution_id]
+        budget = UUID(int=1)
+        await engine.attach_budget("namespace", "tests", budget)
+        made += [await given.created(), (await previous("create_execution", **new())).execution_id]
+        worker = {"worker_id": "previous", "worker_instance_id": "previous-1"}
+        assert await previous("claim_many", lanes=("default",), limit=10, **worker) == []
+        await engine.detach_budget("namespace", "tests", budget)
+        claimed = await previous("claim_many", lanes=("default",), limit=10, **worker)
+        assert [each.execution_id for each in claimed] == made

@@ -15,6 +15,7 @@ from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Created, Duplicate
+from flowfabric.model.policy import ExecutionPolicy
 
 UNKNOWN = "{fp:3}:00000000-0000-7000-8000-000000000000"
 
@@ -142,7 +143,7 @@ async def test_a_quota_policy_created_later_gives_later_executions_their_key(
 ) -> None:
     quota = await define_quota(connection, "tag:app.customer")
     (row,) = await connection.fetch("delete from quota_policy returning *")
-    given = new(policy={"quota_policy_id": str(quota)}, tags={"app.customer": "42"})
+    given = new(policy=ExecutionPolicy(quota_policy_id=str(quota)), tags={"app.customer": "42"})
     assert (await limits(connection, await engine.create_execution(**given))).quotas == {(quota, "default")}
     await connection.execute("insert into quota_policy values ($1, $2, $3, $4, $5, $6, $7, $8, $9)", *row.values())
     assert (await limits(connection, await engine.create_execution(**given))).quotas == {(quota, "42")}

@@ -99,7 +99,8 @@ class Create:
 
         A repeat has the generated id of the first try, which may exist, so it is treated like a caller's own id.
         """
-        await self._rules.ready()
+        if self._rules.is_due:
+            await self._rules.refresh()
         submission = await self._check(new, minted)
         if isinstance(submission, Duplicate):
             return submission
@@ -113,7 +114,8 @@ class Create:
         self, items: Sequence[NewExecution], minted: Sequence[str], *, is_repeat: bool = False
     ) -> list[Submitted | EngineError]:
         """Create up to a thousand executions, each with its own verdict; `is_repeat` as in `create`."""
-        await self._rules.ready()
+        if self._rules.is_due:
+            await self._rules.refresh()
         if not is_repeat and (batch := self._submissions.uniform_batch(items, minted)) is not None:
             try:
                 return await self._insert_alike(batch)

@@ -121,11 +121,14 @@ class LimitRules:
         self.generation = 0
         """Raised when anything that was known has changed."""
 
-    async def ready(self) -> None:
-        """Return once what is known is not too old; a create calls it first."""
+    @property
+    def is_due(self) -> bool:
+        """Whether a create must call `refresh` first."""
+        return time.monotonic() - self._read_at >= REFRESH_SECONDS
+
+    async def refresh(self) -> None:
+        """Read everything again in the background; return at once unless what is known is too old."""
         age = time.monotonic() - self._read_at
-        if age < REFRESH_SECONDS:
-            return
         if self._reading is None:
             self._reading = create_shared_task(self._read())
             self._reading.add_done_callback(self._done)

@@ -102,7 +102,8 @@ class FlowLimits:
             return MemberQueue(limits)
         own = Inherited(row["quota_policy_id"], row["key"], tuple(row["own_budget_ids"] or ()), row["fair_key"] or "")
         joined = joined_limits(own, limits)
-        await self._rules.ready()
+        if self._rules.is_due:
+            await self._rules.refresh()
         names = QueueNames(
             row["lane_id"], row["execution_kind"], row["namespace"], plain_capabilities(row["required"]), UNLIMITED
         )

@@ -111,7 +111,8 @@ class SubmitFlow:
             if draft is None:
                 if flow_id is not None and await flow_exists(self._store, partition_key, parsed):
                     return FlowAlreadySatisfied(flow_id=parsed)
-                await self._rules.ready()
+                if self._rules.is_due:
+                    await self._rules.refresh()
                 new = NewFlow(flow_kind, namespace, tags, nodes, edges, groups, limits)
                 draft = await self._drafts.check(partition_key, parsed, new)
             return await self._insert(draft, is_minted=flow_id is None)
