@@ -14,12 +14,13 @@ from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import parse_uuid
 from flowfabric.model.policy_checks import MAX_MS
 from flowfabric.model.tag import check_tag_key
-from flowfabric.model.text import check_text, shown, storable
+from flowfabric.model.text import check_length, check_text, shown, storable
 
 MAX_BUDGETS = 16
 """How many budgets an execution may have of its own, and how many may be attached to one scope."""
 MAX_KEY_CHARACTERS = 256
 """A longer key is replaced by its digest."""
+MAX_SOURCE_CHARACTERS = 1024
 _DIGITS = len(str(MAX_MS))
 
 
@@ -79,13 +80,14 @@ def parse_source(text: str | None) -> Source | None:
     return None
 
 
-def check_source(value: object, field: str) -> str:
-    """Return the value if it names a source of keys or weights."""
+def check_source(value: object, field: str, code: str = "invalid_input") -> str:
+    """Return the value if it names a source of keys or weights; raise this code if it does not."""
     text = check_text(value, field)
     source = parse_source(text)
+    check_length(text, field, MAX_SOURCE_CHARACTERS)
     if source is None:
         raise error(
-            "invalid_input",
+            code,
             f"{field}: must be 'tag:<key>' or 'payload:<JSON pointer>', e.g. 'payload:/customer/id', got {shown(text)}",
         )
     if source.tag is not None:

@@ -4,10 +4,8 @@ import random
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from flowfabric.model.errors import error
 from flowfabric.model.ids import QuotaPolicyId
-from flowfabric.model.tag import check_tag_key
-from flowfabric.model.text import check_length, check_range, check_short, shown
+from flowfabric.model.text import check_range, check_short
 
 DEFAULT_WINDOW_SECONDS = 60
 """The window of a quota whose window is 0."""
@@ -17,7 +15,6 @@ MAX_EXACT_ENTRIES = 100
 """Above this number, a window merges the entries of each hundredth of its length."""
 MAX_LIMIT = 2**53 - 1
 MAX_WINDOW_SECONDS = MAX_LIMIT // 1000
-MAX_KEY_CHARACTERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,23 +181,6 @@ def check_limits(
         requests_per_window_seconds=window_seconds,
         active_concurrency_cap=max_concurrent,
         jitter_ms=jitter_ms,
-    )
-
-
-def check_source(value: object, field: str) -> str | None:
-    """Return where a policy takes the key or the weight of an execution from: a tag or a place in the payload."""
-    if value is None:
-        return None
-    kind, _, name = value.partition(":") if isinstance(value, str) else ("", "", "")
-    if kind == "tag" or (kind == "payload" and (not name or name.startswith("/"))):
-        check_length(value, field, MAX_KEY_CHARACTERS)
-        if kind == "tag":
-            check_tag_key(name)
-        return f"{kind}:{name}"
-    raise error(
-        "invalid_quota_spec",
-        f"{field}: must be 'tag:<key>' or 'payload:<JSON pointer>', e.g. 'tag:app.customer' or 'payload:/user/id',"
-        f" got {shown(value)}",
     )
 
 

@@ -11,9 +11,11 @@ from flowfabric.engine.core.quarantine import is_connection_fault
 from flowfabric.engine.core.row import lock_execution_if_exists
 from flowfabric.engine.core.stored import corruption
 from flowfabric.engine.core.sweep import SweepResult
+from flowfabric.engine.execution.limits import LimitRules
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import ExecutionId, QuotaPolicyId, parse_execution_id, parse_uuid, quota_partition, row_key
+from flowfabric.model.limit import check_source
 from flowfabric.model.quota import (
     DEFAULT_WINDOW_SECONDS,
     Admitted,
@@ -29,7 +31,6 @@ from flowfabric.model.quota import (
     Released,
     check_key,
     check_limits,
-    check_source,
 )
 
 SQL = statements_beside(__file__)
@@ -48,8 +49,9 @@ AdmissionResult = Admitted | AlreadyAdmitted | RateExceeded | ConcurrencyExceede
 class Quotas:
     """The operations on quotas."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, rules: LimitRules) -> None:
         self._store = store
+        self._rules = rules
         self._reached = 0
         """The last key of the previous page of the sweep."""
 
@@ -95,6 +97,7 @@ class Quotas:
         )
         if not await self._store.fetch(SQL.set_quota_policy, **values):
             raise error("quota_policy_not_found", str(policy))
+        self._rules.forget()
         await _wake(self._store, SQL.list_lanes_of_quotas)
         return QuotaChanged(quota_policy_id=policy)
 
@@ -256,8 +259,10 @@ class Quotas:
             "max_requests_per_window": limits.max_requests_per_window,
             "max_concurrent": limits.active_concurrency_cap,
             "jitter_ms": limits.jitter_ms,
-            "key_from": check_source(key_from, "key_from"),
-            "weight_from": check_source(weight_from, "weight_from"),
+            "key_from": None if key_from is None else check_source(key_from, "key_from", "invalid_quota_spec"),
+            "weight_from": None
+            if weight_from is None
+            else check_source(weight_from, "weight_from", "invalid_quota_spec"),
         }
 
     def _key(self, policy: QuotaPolicyId) -> dict[str, object]:
