@@ -1,6 +1,5 @@
 """The rules of a quota's key: the rate is never exceeded in any window, and the time until the next try is exact."""
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -10,7 +9,6 @@ from flowfabric.model.quota import (
     KeyState,
     QuotaLimits,
     RateExceeded,
-    check_source,
 )
 
 WINDOW = 1000
@@ -116,8 +114,3 @@ def test_slots_are_counted_only_under_a_cap() -> None:
     unlimited = state_of(0)
     unlimited.admit(0)
     assert (unlimited.used, unlimited.limits.is_unlimited) == (0, True)
-
-
-@pytest.mark.parametrize("source", [None, "tag:app.user", "payload:", "payload:/user/0/id"])
-def test_a_key_comes_from_a_tag_or_a_place_in_the_payload(source: str | None) -> None:
-    assert check_source(source, "key_from") == source

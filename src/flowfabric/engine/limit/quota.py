@@ -75,6 +75,7 @@ class Quotas:
             quota_policy_id, window_seconds, max_requests_per_window, max_concurrent, jitter_ms, key_from, weight_from
         )
         is_new = bool(await self._store.fetch(SQL.insert_quota_policy, **values))
+        self._rules.forget()
         return (QuotaCreated if is_new else QuotaAlreadySatisfied)(quota_policy_id=policy)
 
     async def change_quota_policy(
@@ -259,10 +260,8 @@ class Quotas:
             "max_requests_per_window": limits.max_requests_per_window,
             "max_concurrent": limits.active_concurrency_cap,
             "jitter_ms": limits.jitter_ms,
-            "key_from": None if key_from is None else check_source(key_from, "key_from", "invalid_quota_spec"),
-            "weight_from": None
-            if weight_from is None
-            else check_source(weight_from, "weight_from", "invalid_quota_spec"),
+            "key_from": _check_source(key_from, "key_from"),
+            "weight_from": _check_source(weight_from, "weight_from"),
         }
 
     def _key(self, policy: QuotaPolicyId) -> dict[str, object]:
@@ -362,3 +361,7 @@ async def _wake(store: Store, lanes: Statement, **values: object) -> None:
     with contextlib.suppress(EngineError):
         for row in await store.fetch(lanes, **values):
             store.wakeups.lane(row["lane_id"])
+
+
+def _check_source(source: str | None, field: str) -> str | None:
+    return None if source is None else check_source(source, field, "invalid_quota_spec")
