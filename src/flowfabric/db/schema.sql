@@ -66,6 +66,40 @@ as $body$
                    'event'::regclass::oid)
 $body$;
 
+create function ff_full(integer[], uuid[], bigint) returns TABLE(is_full boolean) language sql stable parallel safe
+as $body$
+  select exists (
+           select from ff_key_use($1, $3) u
+            where (u.max_concurrent > 0 and u.used >= u.max_concurrent)
+               or (u.max_requests_per_window > 0 and u.tokens >= u.max_requests_per_window))
+         or exists (select from ff_spent_dimensions($2)) $body$;
+
+create function ff_full_queues(bigint) returns TABLE(queue_no integer) language sql stable parallel safe
+as $body$
+  select q.queue_no
+    from (select q.queue_no, q.quota_key_nos, q.budget_ids from queue q
+           where (q.quota_key_nos <> '{}' or q.budget_ids <> '{}')
+             and (select true from ready r where r.queue_no = q.queue_no limit 1)
+          offset 0) q
+   cross join lateral ff_full(q.quota_key_nos, q.budget_ids, $1) f
+   where f.is_full $body$;
+
+create function ff_key_use(integer[], bigint) returns TABLE(quota_key_no integer, quota_policy_id uuid, key text, key_from text, window_seconds bigint, max_requests_per_window bigint, max_concurrent bigint, jitter_ms bigint, used bigint, tokens bigint, window_ats bigint[], window_tokens bigint[]) language sql stable parallel safe
+as $body$
+  select k.quota_key_no, k.quota_policy_id, k.key, p.key_from, p.window_seconds, p.max_requests_per_window, p.max_concurrent, p.jitter_ms,
+         greatest(k.taken - t.returned - g.expired, 0), w.tokens, k.window_ats, k.window_tokens
+    from unnest($1) as n(quota_key_no)
+   cross join lateral (select k.* from quota_key k where k.quota_key_no = n.quota_key_no limit 1) k
+    left join lateral (
+         select p.* from quota_policy p where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p on true
+   cross join lateral (
+         select coalesce(sum(t.returned), 0)::bigint as returned from slot_return t where t.quota_key_no = k.quota_key_no) t
+   cross join lateral (
+         select count(*) as expired from quota_admission g where g.quota_key_no = k.quota_key_no and g.has_slot and g.guard_until <= $2) g
+   cross join lateral (
+         select coalesce(sum(w.tokens), 0)::bigint as tokens from unnest(k.window_ats, k.window_tokens) as w(at, tokens)
+          where w.at > $2 - 1000 * coalesce(nullif(p.window_seconds, 0), 60)) w $body$;
+
 create function ff_now() returns bigint language sql volatile parallel safe
 RETURN ((date_part('epoch'::text, clock_timestamp()) * (1000)::double precision))::bigint;
 
@@ -81,6 +115,19 @@ BEGIN ATOMIC
     FROM pg_stat_activity
    WHERE ((pg_stat_activity.datname = current_database()) AND (pg_stat_activity.usename = CURRENT_USER) AND (pg_stat_activity.application_name = 'flowfabric'::text) AND (pg_stat_activity.state = 'active'::text) AND (pg_stat_activity.wait_event_type = 'Client'::text) AND (pg_stat_activity.state_change <= (clock_timestamp() - make_interval(secs => ((($1)::numeric / 1000.0))::double precision))));
 END;
+
+create function ff_spent_dimensions(uuid[]) returns TABLE(nth bigint, partition_key smallint, budget_id uuid, dimension text, used bigint, hard_limit bigint) language sql stable parallel safe
+as $body$
+  select b.nth, l.partition_key, l.budget_id, l.dimension, l.used, l.hard_limit
+    from unnest($1) with ordinality as b(budget_id, nth)
+   cross join lateral (
+         select l.partition_key, l.budget_id, l.dimension, u.used, l.hard_limit
+           from budget_limit l
+          cross join lateral (
+                select u.used from budget_usage u
+                 where u.partition_key = l.partition_key and u.budget_id = l.budget_id and u.dimension = l.dimension limit 1) u
+          where l.budget_id = b.budget_id and l.hard_limit > 0 and u.used >= l.hard_limit
+         offset 0) l $body$;
 
 create sequence claim_sequence as bigint start 1 increment 1 minvalue 1 maxvalue 9223372036854775807 cache 1;
 
@@ -902,6 +949,8 @@ CREATE INDEX idempotency_key_due ON idempotency_key USING btree (expires_at);
 CREATE INDEX listed_state ON listed USING btree (public_state, at);
 
 CREATE INDEX pending_cancel_group_age ON pending_cancel_group USING btree (enqueued_at);
+
+CREATE INDEX queue_limited ON queue USING btree (queue_no) WHERE quota_key_nos <> '{}'::integer[] OR budget_ids <> '{}'::uuid[];
 
 CREATE INDEX queue_of_quota_key ON queue USING gin (quota_key_nos);
 

@@ -1,5 +1,6 @@
 """Explanations: why an execution is in its state, as reasons and as one sentence for a person."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -7,10 +8,12 @@ from typing import Literal, TypeAlias
 from flowfabric.model.condition import OPERATOR_ONLY_NAME, TIMEOUT_ONLY_NAME
 from flowfabric.model.edge import AllOfEdges, AnyOfEdges, EdgePolicy
 from flowfabric.model.ids import (
+    BudgetId,
     EdgeId,
     ExecutionId,
     LaneId,
     Namespace,
+    QuotaPolicyId,
     SuspensionId,
     WaitpointId,
     WorkerId,
@@ -40,6 +43,8 @@ class QueuedReason:
     ahead: int
     workers: int = 0
     """How many live workers could run it: on its lane, with its capabilities, for its kind and namespace."""
+    is_in_turns: bool = False
+    """Whether `ahead` counts only its own queue, as the lane is fair and serves its queues in turns."""
     kind: Literal["queued"] = "queued"
 
 
@@ -103,17 +108,40 @@ class DelayedReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetReason:
-    """An exhausted budget blocks it; the detail names the budget."""
+    """A hard limit of a budget is used up.
 
-    detail: str | None
+    Without a budget, all budgets have something left again: it is about to be released. `detail` is the stored one.
+    """
+
+    budget_id: BudgetId | None = None
+    dimension: str | None = None
+    used: int | None = None
+    limit: int | None = None
+    next_reset_at: int | None = None
+    """None if nothing resets the budget by itself."""
+    detail: str | None = None
     kind: Literal["budget"] = "budget"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuotaReason:
-    """A reached quota blocks it; the detail names the quota."""
+    """All slots of a key of a quota are taken, or its rate is used up.
 
-    detail: str | None
+    Without a quota, all quotas have room again: it is about to be released. `detail` is the stored one.
+    """
+
+    quota_policy_id: QuotaPolicyId | None = None
+    key: str | None = None
+    key_from: str | None = None
+    """Where the quota takes the key from; None if it has one key for all."""
+    limit_kind: Literal["rate", "concurrency"] | None = None
+    used: int | None = None
+    limit: int | None = None
+    window_ms: int | None = None
+    """The window of a rate."""
+    retry_after_ms: int | None = None
+    """When the rate lets it through, or about when a slot is free, by the latest runs of its queue; None if unknown."""
+    detail: str | None = None
     kind: Literal["quota"] = "quota"
 
 
@@ -286,7 +314,8 @@ def _phrase(reason: Reason) -> str:
         case QueuedReason():
             ahead = f"{reason.ahead} ahead of it" if reason.ahead < MAX_AHEAD else f"{MAX_AHEAD} or more ahead of it"
             stopped = f", which is {reason.lane_state}" if reason.lane_state in _ALLOWS_NO_CLAIMS else ""
-            return f"{ahead} on lane {_quoted(reason.lane_id)}{stopped}"
+            queue = "in its queue, one of those in turns on lane" if reason.is_in_turns else "on lane"
+            return f"{ahead} {queue} {_quoted(reason.lane_id)}{stopped}"
         case GrantedReason():
             who = "a worker" if reason.worker_instance_id is None else f"worker {_quoted(reason.worker_instance_id)}"
             return f"reserved for {who} until {_time(reason.until)}"
@@ -303,8 +332,15 @@ def _phrase(reason: Reason) -> str:
             return f"no live worker of its lane, namespace and kind offers {missing}"
         case DelayedReason():
             return f"until {_time(reason.until)}{_DELAYS[reason.cause]}{_failure(reason.last_failure)}"
-        case BudgetReason() | QuotaReason():
-            return f"{reason.kind}{_detail(reason.detail)}"
+        case BudgetReason(budget_id=None) | QuotaReason(quota_policy_id=None):
+            return f"about to be released: its {reason.kind}s have room"
+        case BudgetReason():
+            resets = "" if reason.next_reset_at is None else f", resets at {_time(reason.next_reset_at)}"
+            return (
+                f"budget {reason.budget_id}: {shorten(reason.dimension or '')} {reason.used} of {reason.limit}{resets}"
+            )
+        case QuotaReason():
+            return f"quota {reason.quota_policy_id}: {_quota(reason)}"
         case DependenciesReason(policy=None):
             return f"dependencies{_detail(reason.detail)}"
         case DependenciesReason():
@@ -325,6 +361,21 @@ def _phrase(reason: Reason) -> str:
         case ImpossibleReason():
             counts = f"{reason.failed_count} of {reason.total_count} dependencies ended without success"
             return f"{counts}, {reason.needed_count} must succeed{_upstreams(reason.edges, reason.failed_count)}"
+
+
+def _quota(reason: QuotaReason) -> str:
+    subject = ""
+    if reason.key_from is not None:
+        # The last word of 'tag:app.tenant' or 'payload:/user/id'.
+        name = re.split(r"[:/.]", reason.key_from)[-1] or "key"
+        subject = f"{shorten(name)} {_quoted(reason.key or '')} "
+    seconds = None if reason.retry_after_ms is None else -(-reason.retry_after_ms // 1000)
+    if reason.limit_kind == "rate":
+        window = "" if reason.window_ms is None else f" per {reason.window_ms // 1000} s"
+        following = "" if seconds is None else f", next in {seconds} s"
+        return f"{subject}has used {reason.used} of {reason.limit} starts{window}{following}"
+    following = "" if seconds is None else f", next in about {max(seconds, 1)} s"
+    return f"{subject}uses {reason.used} of {reason.limit} slots{following}"
 
 
 _DELAYS = {"delay": "", "retry_backoff": " for its next attempt", "resume_delay": " before it resumes"}

@@ -118,15 +118,21 @@ class KeyState:
 
     def denial(self, now: int, *, weight: int = 1, needs_token: bool = True, needs_slot: bool = True) -> Denial | None:
         """Why an execution cannot be admitted now, if so: the rate is tested before the slots."""
-        limits = self.limits
-        if needs_token and limits.max_requests_per_window:
-            # An execution heavier than the limit is admitted when nothing else is in the window.
-            excess = self.tokens_used + min(weight, limits.max_requests_per_window) - limits.max_requests_per_window
-            if excess > 0:
-                return RateExceeded(retry_after_ms=self._free_after(now, excess) + random.randint(0, limits.jitter_ms))
-        if needs_slot and limits.active_concurrency_cap and self.used >= limits.active_concurrency_cap:
-            return ConcurrencyExceeded()
-        return None
+        if needs_token and (wait := self.rate_wait(now, weight=weight)) is not None:
+            return RateExceeded(retry_after_ms=wait + random.randint(0, self.limits.jitter_ms))
+        return None if not needs_slot or self.has_free_slot else ConcurrencyExceeded()
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether a slot is free, or the slots are not limited."""
+        return not self.limits.active_concurrency_cap or self.used < self.limits.active_concurrency_cap
+
+    def rate_wait(self, now: int, *, weight: int = 1) -> int | None:
+        """The milliseconds until the rate lets an execution through, if no other takes a token; None if it does now."""
+        limit = self.limits.max_requests_per_window
+        # An execution heavier than the limit is admitted when nothing else is in the window.
+        excess = self.tokens_used + min(weight, limit) - limit
+        return self._free_after(now, excess) if limit and excess > 0 else None
 
     def admit(self, now: int, *, weight: int = 1, needs_token: bool = True, needs_slot: bool = True) -> int:
         """Take what an admitted execution needs; return the time at which its tokens were entered."""

@@ -415,8 +415,18 @@ BLOCKED: dict[str, tuple[str, str, Any, str]] = {
         DependenciesReason(detail="why"),
         "waiting children: dependencies, why",
     ),
-    "budget": ("blocked_by_budget", "waiting_for_budget", BudgetReason(detail="why"), "rate limited: budget, why"),
-    "quota": ("blocked_by_quota", "waiting_for_quota", QuotaReason(detail="why"), "rate limited: quota, why"),
+    "budget": (
+        "blocked_by_budget",
+        "waiting_for_budget",
+        BudgetReason(detail="why"),
+        "rate limited: about to be released: its budgets have room",
+    ),
+    "quota": (
+        "blocked_by_quota",
+        "waiting_for_quota",
+        QuotaReason(detail="why"),
+        "rate limited: about to be released: its quotas have room",
+    ),
     "route": (
         "blocked_by_route",
         "waiting_for_capable_worker",

@@ -191,3 +191,57 @@ create index claim_grant_slots_due on claim_grant (expires_at) where has_slots;
 -- The capabilities of a set that workers can offer, without those that only keep claims without admission away.
 create function ff_required(text[]) returns text[] language sql immutable parallel safe as
   $$ select array(select c from unnest($1) with ordinality as u(c, nth) where c not like 'limited claims%' order by nth) $$;
+
+create index queue_limited on queue (queue_no) where quota_key_nos <> '{}' or budget_ids <> '{}';
+
+-- What keys of quotas have admitted by a time. The slots of expired guards are free. No limits if the policy is not defined.
+create function ff_key_use(integer[], bigint)
+  returns table (quota_key_no integer, quota_policy_id uuid, key text, key_from text, window_seconds bigint, max_requests_per_window bigint,
+                 max_concurrent bigint, jitter_ms bigint, used bigint, tokens bigint, window_ats bigint[], window_tokens bigint[])
+  language sql stable parallel safe as $$
+  select k.quota_key_no, k.quota_policy_id, k.key, p.key_from, p.window_seconds, p.max_requests_per_window, p.max_concurrent, p.jitter_ms,
+         greatest(k.taken - t.returned - g.expired, 0), w.tokens, k.window_ats, k.window_tokens
+    from unnest($1) as n(quota_key_no)
+   cross join lateral (select k.* from quota_key k where k.quota_key_no = n.quota_key_no limit 1) k
+    left join lateral (
+         select p.* from quota_policy p where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p on true
+   cross join lateral (
+         select coalesce(sum(t.returned), 0)::bigint as returned from slot_return t where t.quota_key_no = k.quota_key_no) t
+   cross join lateral (
+         select count(*) as expired from quota_admission g where g.quota_key_no = k.quota_key_no and g.has_slot and g.guard_until <= $2) g
+   cross join lateral (
+         select coalesce(sum(w.tokens), 0)::bigint as tokens from unnest(k.window_ats, k.window_tokens) as w(at, tokens)
+          where w.at > $2 - 1000 * coalesce(nullif(p.window_seconds, 0), 60)) w $$;
+
+-- The dimensions of budgets whose hard limit is used up.
+create function ff_spent_dimensions(uuid[])
+  returns table (nth bigint, partition_key smallint, budget_id uuid, dimension text, used bigint, hard_limit bigint)
+  language sql stable parallel safe as $$
+  select b.nth, l.partition_key, l.budget_id, l.dimension, l.used, l.hard_limit
+    from unnest($1) with ordinality as b(budget_id, nth)
+   cross join lateral (
+         select l.partition_key, l.budget_id, l.dimension, u.used, l.hard_limit
+           from budget_limit l
+          cross join lateral (
+                select u.used from budget_usage u
+                 where u.partition_key = l.partition_key and u.budget_id = l.budget_id and u.dimension = l.dimension limit 1) u
+          where l.budget_id = b.budget_id and l.hard_limit > 0 and u.used >= l.hard_limit
+         offset 0) l $$;
+
+-- Whether the limits of a queue, its quota keys and its budgets, admit nothing at a time.
+create function ff_full(integer[], uuid[], bigint) returns table (is_full boolean) language sql stable parallel safe as $$
+  select exists (
+           select from ff_key_use($1, $3) u
+            where (u.max_concurrent > 0 and u.used >= u.max_concurrent)
+               or (u.max_requests_per_window > 0 and u.tokens >= u.max_requests_per_window))
+         or exists (select from ff_spent_dimensions($2)) $$;
+
+-- The queues with entries whose limits admit nothing at a time.
+create function ff_full_queues(bigint) returns table (queue_no integer) language sql stable parallel safe as $$
+  select q.queue_no
+    from (select q.queue_no, q.quota_key_nos, q.budget_ids from queue q
+           where (q.quota_key_nos <> '{}' or q.budget_ids <> '{}')
+             and (select true from ready r where r.queue_no = q.queue_no limit 1)
+          offset 0) q
+   cross join lateral ff_full(q.quota_key_nos, q.budget_ids, $1) f
+   where f.is_full $$;

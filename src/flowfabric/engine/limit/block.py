@@ -18,9 +18,7 @@ from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import Blocked, Unblocked
 from flowfabric.model.ids import (
-    BudgetId,
     ExecutionId,
-    budget_partition,
     format_execution_id,
     parse_execution_id,
     row_key,
@@ -205,12 +203,7 @@ class Unblocking:
         budgets = {budget_id for row in rows for budget_id in row["budget_ids"]}
         spent: set[UUID] = set()
         if budgets:
-            count = self._store.rules.partitions.budget
-            found = await self._store.fetch(
-                SQL.list_spent_budgets,
-                partition_keys=[budget_partition(BudgetId(budget_id), count) for budget_id in budgets],
-                budget_ids=list(budgets),
-            )
+            found = await self._store.fetch(SQL.list_spent_budgets, budget_ids=list(budgets))
             spent = {row["budget_id"] for row in found}
         keys = sorted({key for row in rows for key in row["quota_key_nos"]})
         now, states = await read_key_states(self._store, keys)

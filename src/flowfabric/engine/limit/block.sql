@@ -147,15 +147,7 @@ select r.at as reached_at, r.execution_id as reached_id, (select count(*) from p
 
 -- name: list_spent_budgets
 -- Those of the given budgets that have used up the hard limit of a dimension.
-select i.budget_id
-  from unnest(:partition_keys::smallint[], :budget_ids::uuid[]) as i(partition_key, budget_id)
- where exists (
-       select from budget_limit l
-        cross join lateral (
-              select u.used from budget_usage u
-               where u.partition_key = l.partition_key and u.budget_id = l.budget_id and u.dimension = l.dimension limit 1) u
-        where l.partition_key = i.partition_key and l.budget_id = i.budget_id and l.hard_limit > 0 and u.used >= l.hard_limit
-       offset 0);
+select distinct s.budget_id from ff_spent_dimensions(:budget_ids::uuid[]) s;
 
 -- name: list_served
 -- The executions among the next :limit listed ones after a position that are blocked by their route although a live worker serves it, the

@@ -134,15 +134,7 @@ returning k.quota_key_no;
 -- name: read_keys
 -- What keys of quotas have admitted, with the limits of their policies; no limits if the policy is not defined.
 with clock as materialized (select ff_now() as now)
-select c.now, k.quota_key_no, k.window_ats, k.window_tokens, p.window_seconds, p.max_requests_per_window, p.max_concurrent, p.jitter_ms,
-       k.taken - (select coalesce(sum(r.returned), 0)::bigint from slot_return r where r.quota_key_no = k.quota_key_no)
-         - (select count(*) from quota_admission a
-             where a.quota_key_no = k.quota_key_no and a.has_slot and a.guard_until <= c.now) as used
-  from clock c
- cross join unnest(:quota_key_nos::int[]) as i(quota_key_no)
- cross join lateral (select k.* from quota_key k where k.quota_key_no = i.quota_key_no limit 1) k
-  left join lateral (
-       select p.* from quota_policy p where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p on true;
+select c.now, u.* from clock c cross join lateral ff_key_use(:quota_key_nos::int[], c.now) u;
 
 -- fragment: holders
 -- The real holders of slots by key: executions with a lease or a grant, which claims and grants name, and live guards. Grouped with the

@@ -15,7 +15,7 @@ select l.lane_id, g.public_state, n.namespace, k.execution_kind, g.executions
           from tally t
          cross join lateral (select q.lane_no, q.namespace_no, q.kind_no from queue q where q.queue_no = t.queue_no limit 1) q
          -- `(... in (...)) is true` makes the planner use a hashed subplan instead of a nested loop.
-         where t.public_state = any(:states) and (t.queue_no in (select queue_no from wanted)) is true
+         where t.public_state = any(:states::public_state[]) and (t.queue_no in (select queue_no from wanted)) is true
          group by 1, 2, 3, 4
         having sum(t.executions) > 0) g
   left join lane l on l.lane_no = g.lane_no
@@ -26,9 +26,18 @@ select l.lane_id, g.public_state, n.namespace, k.execution_kind, g.executions
 -- The number of executions of the given namespaces, lanes, kinds and states, grouped by the requested dimensions. One
 -- statement, so that all counts are of one snapshot.
 -- Ended executions are counted from the entries of retained and waiting ones from the entries of ready, without reading
--- execution rows. The others are looked up.
-with wanted as materialized (
+-- execution rows. The others are looked up. The entries of queues without room count as rate limited.
+with clock as materialized (select ff_now() as now),
+wanted as materialized (
   -- include: wanted
+),
+full_queue as materialized (
+  select f.queue_no
+    from clock c cross join lateral ff_full_queues(c.now) f
+   where :states::public_state[] && '{waiting,rate_limited}' and (f.queue_no in (select w.queue_no from wanted w)) is true
+),
+queued as materialized (
+  select w.queue_no, (w.queue_no in (select f.queue_no from full_queue f)) is true as is_full from wanted w
 ),
 -- Ids to look up together. Each order by selects the partial index that holds exactly these rows.
 batch as (
@@ -73,10 +82,21 @@ tally as (
            group by each.queue_no, each.terminal_outcome
           offset 0) r
   union all
-  select w.queue_no, 'waiting', r.executions
-    from wanted w
+  select w.queue_no, case when w.is_full then 'rate_limited' else 'waiting' end::public_state, r.executions
+    from queued w
    cross join lateral (select count(*) as executions from ready where queue_no = w.queue_no) r
-   where 'waiting' = any(:states)
+   where case when w.is_full then 'rate_limited' = any(:states) else 'waiting' = any(:states) end
+  union all
+  -- Those of them that a grant reserves wait for their worker.
+  select e.queue_no, s.public_state, s.executions
+    from (select g.partition_key, g.execution_id, g.expires_at from claim_grant g
+           where exists (select from full_queue) and g.expires_at > (select now from clock) order by g.expires_at offset 0) g
+   cross join lateral (
+         select e.queue_no, e.granted_until from execution e
+          where e.partition_key = g.partition_key and e.execution_id = g.execution_id and e.eligibility_state = 'eligible_now'
+            and e.public_state = 'waiting' limit 1) e
+   cross join (values ('waiting'::public_state, 1), ('rate_limited', -1)) as s(public_state, executions)
+   where e.granted_until = g.expires_at and (e.queue_no in (select f.queue_no from full_queue f)) is true
   union all
   select e.queue_no, e.public_state, count(*)
     from batch b
@@ -89,8 +109,8 @@ tally as (
          offset 0) e
    group by e.queue_no, e.public_state
   union all
-  -- Executions that lost their lease, are resumable or are blocked by a limit also have an entry in ready, which was counted as waiting:
-  -- subtract it.
+  -- Executions that lost their lease, are resumable or are blocked by a limit also have an entry in ready, which was counted as waiting
+  -- or rate limited: subtract it.
   select e.queue_no, s.public_state, s.executions
     from unnest('{waiting,active,resumable,rate_limited}'::public_state[]) as w(public_state)
    cross join lateral (
@@ -103,8 +123,10 @@ tally as (
    cross join lateral (
          select e.public_state, 1 as executions
          union all
-         select 'waiting', -1 from ready r where r.route_no = q.route_no and r.queue_no = e.queue_no and r.place = e.place) s
-   where w.public_state = any(:states) or ('waiting' = any(:states) and w.public_state in ('active', 'resumable', 'rate_limited'))
+         select case when (e.queue_no in (select f.queue_no from full_queue f)) is true then 'rate_limited' else 'waiting' end::public_state, -1
+           from ready r where r.route_no = q.route_no and r.queue_no = e.queue_no and r.place = e.place) s
+   where w.public_state = any(:states)
+      or (:states && '{waiting,rate_limited}' and w.public_state in ('active', 'resumable', 'rate_limited'))
 )
 -- include: groups
 ;
@@ -115,11 +137,22 @@ tally as (
 with wanted as materialized (
   -- include: wanted
 ),
+clock as materialized (select ff_now() as now),
+entry as materialized (
+  select e.queue_no, e.public_state, e.is_queued, count(*) as executions
+    from (select e.queue_no, e.public_state,
+                 -- include: listing.is_queued
+                 as is_queued
+            from execution e where e.flow_id = :flow_id) e
+   group by e.queue_no, e.public_state, e.is_queued
+),
+-- include: listing.full_queue
+,
 tally as (
-  select e.queue_no, e.public_state, count(*) as executions
-    from execution e
-   where e.flow_id = :flow_id and e.public_state = any(:states::public_state[])
-   group by e.queue_no, e.public_state
+  select x.queue_no, x.executions,
+         -- include: listing.state
+         as public_state
+    from entry x
 )
 -- include: groups
 ;

@@ -9,6 +9,7 @@ import msgspec
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import literal, required, vector
+from flowfabric.engine.read.limiting import limit_reasons
 from flowfabric.engine.store import Store
 from flowfabric.model.edge import DependencyState, EdgePolicy, edge_policy_of
 from flowfabric.model.errors import error
@@ -64,6 +65,11 @@ from flowfabric.model.states import (
 
 SQL = statements_beside(__file__)
 
+BATCHES = 200
+"""In how many batches of ended executions the latest runs of a queue are looked for."""
+RUNS = 20
+"""Of how many runs the duration is averaged."""
+
 _PAUSED = frozenset(
     {BlockingReason.PAUSED_BY_OPERATOR, BlockingReason.PAUSED_BY_POLICY, BlockingReason.PAUSED_BY_FLOW_CANCEL}
 )
@@ -84,7 +90,13 @@ class Explain:
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         rows = await self._store.fetch(
-            SQL.read_reasons, partition_key=partition, execution_id=uuid, most=MAX_AHEAD, edges=MAX_EDGES
+            SQL.read_reasons,
+            partition_key=partition,
+            execution_id=uuid,
+            most=MAX_AHEAD,
+            edges=MAX_EDGES,
+            batches=BATCHES,
+            runs=RUNS,
         )
         if not rows:
             raise error("execution_not_found", parsed)
@@ -92,12 +104,18 @@ class Explain:
         context = f"explain {parsed}"
         state = vector(row, context)
         reasons = tuple(_reasons(row, state, context))
+        public_state = state.public_state
+        if public_state is PublicState.WAITING and any(
+            isinstance(each, BudgetReason | QuotaReason) for each in reasons
+        ):
+            # A claim marks only the first execution of a queue without room.
+            public_state = PublicState.RATE_LIMITED
         return Explanation(
             execution_id=parsed,
-            public_state=state.public_state,
+            public_state=public_state,
             state_vector=state,
             since=row["last_transition_at"],
-            summary=summarise(state.public_state, reasons),
+            summary=summarise(public_state, reasons),
             reasons=reasons,
         )
 
@@ -116,13 +134,9 @@ def _reasons(row: Record, state: StateVector, context: str) -> Iterator[Reason]:
             yield _signals(row)
     if state.blocking_reason in _PAUSED or state.eligibility_state in _HELD:
         yield HeldReason(blocking_reason=state.blocking_reason, detail=row["blocking_detail"])
-    match state.eligibility_state:
-        case EligibilityState.BLOCKED_BY_DEPENDENCIES:
-            yield _dependencies(row, context)
-        case EligibilityState.BLOCKED_BY_BUDGET:
-            yield BudgetReason(detail=row["blocking_detail"])
-        case EligibilityState.BLOCKED_BY_QUOTA:
-            yield QuotaReason(detail=row["blocking_detail"])
+    if state.eligibility_state is EligibilityState.BLOCKED_BY_DEPENDENCIES:
+        yield _dependencies(row, context)
+    yield from limit_reasons(row, state)
     if _is_delayed(row, state):
         yield DelayedReason(until=row["delay_until"], cause=_cause(state), last_failure=_last_failure(row))
     if row["is_claimable"] and row["granted_until"] is not None:
@@ -133,6 +147,7 @@ def _reasons(row: Record, state: StateVector, context: str) -> Iterator[Reason]:
             lane_state=literal(LaneState, row["lane_state"], context=context, field="lane_state"),
             ahead=row["ahead"],
             workers=row["workers"],
+            is_in_turns=row["is_fair"],
         )
         if not row["of_kind"]:
             yield _unserved(row, context)

@@ -64,11 +64,13 @@ _SOURCES: Mapping[PublicState, str] = {
     PublicState.ACTIVE: "leased",
     PublicState.SUSPENDED: "suspended",
     PublicState.COMPLETED: "ended",
+    PublicState.RATE_LIMITED: "limited",
 }
-"""The source of `list_candidates` that contains the executions of a state."""
+"""The source of `list_candidates` that contains the executions of a state, beside the table `listed`."""
 _LISTED = frozenset(PublicState) - {PublicState.DELAYED, PublicState.SUSPENDED, PublicState.COMPLETED}
 """The states with rows in the table `listed`: it has every execution of the states without a source. Of the others it
-has the executions that are blocked or have lost their lease."""
+has the executions that are blocked or have lost their lease; so those that are rate limited, but only because their
+queue has no room, are not in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,21 +36,48 @@ select p.namespace_no, p.lane_no, case when :is_newest_first::boolean
          end as edge
   from pair p;
 
+-- fragment: is_queued
+-- Whether an execution e waits for a claim, and no grant reserves it.
+e.eligibility_state = 'eligible_now' and e.public_state = 'waiting' and (e.granted_until > (select now from clock)) is not true
+
+-- fragment: full_queue
+-- Of the queues of those entries that wait for a claim, those whose limits admit nothing now.
+full_queue as materialized (
+  select i.queue_no
+    from (select distinct x.queue_no from entry x where x.is_queued) i
+   cross join clock c
+   cross join lateral (
+         select q.quota_key_nos, q.budget_ids from queue q
+          where q.queue_no = i.queue_no and (q.quota_key_nos <> '{}' or q.budget_ids <> '{}') limit 1) q
+   cross join lateral ff_full(q.quota_key_nos, q.budget_ids, c.now) f
+   where f.is_full
+)
+
+-- fragment: state
+-- The state of an entry x: in a queue without room, a claim marks only the first execution.
+case when x.is_queued and (x.queue_no in (select f.queue_no from full_queue f)) then 'rate_limited' else x.public_state end
+
 -- fragment: row
 -- The columns of an execution that filters and cursors use.
 select e.created_at, e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.queue_no, e.place, e.public_state,
-       case when e.lifecycle_phase = 'terminal' then e.last_transition_at end as completed_at
+       case when e.lifecycle_phase = 'terminal' then e.last_transition_at end as completed_at,
+       -- include: is_queued
+       as is_queued
   from execution e
 
 -- fragment: summary
 -- The columns of an entry of a list.
-select x.partition_key, x.execution_id, n.namespace, l.lane_id, k.execution_kind, x.public_state,
+select x.partition_key, x.execution_id, n.namespace, l.lane_id, k.execution_kind,
+       -- include: state
+       as public_state,
        (9000 - (x.place >> 48))::smallint as priority, x.created_at
 
 -- fragment: matching
 -- The filters that every statement applies to an execution x.
 (:queue_nos::int[] is null or x.queue_no in (select unnest(:queue_nos)))
-and (:states::public_state[] is null or x.public_state = any(:states))
+and (:states::public_state[] is null or
+     -- include: state
+     = any(:states))
 and (:completed_from::bigint is null or x.completed_at >= :completed_from)
 and (:completed_to::bigint is null or x.completed_at <= :completed_to)
 and (:tag_key::text is null or (
@@ -68,7 +95,8 @@ left join kind k on k.kind_no = q.kind_no
 -- name: list_newest
 -- The newest matching executions of some pairs of namespace and lane, and the creation time down to which all were read.
 -- Each pair is read to the same depth; the list ends at the last row read of any pair that may have more.
-with entry as materialized (
+with clock as materialized (select ff_now() as now),
+entry as materialized (
   select p.nth, e.*
     from unnest(:namespace_nos::int[], :lane_nos::int[]) with ordinality as p(namespace_no, lane_no, nth)
    cross join lateral (
@@ -78,6 +106,8 @@ with entry as materialized (
           order by e.created_at desc
           fetch first (:depth::bigint) rows with ties) e
 ),
+-- include: full_queue
+,
 reached as materialized (
   select max(last) as created_at
     from (select min(created_at) as last from entry group by nth having count(*) >= :depth) cut
@@ -102,7 +132,8 @@ select reached.created_at as reached, found.*
 -- name: list_oldest
 -- The oldest matching executions of some pairs of namespace and lane, and the creation time up to which all were read.
 -- Each pair is read to the same depth; the list ends at the last row read of any pair that may have more.
-with entry as materialized (
+with clock as materialized (select ff_now() as now),
+entry as materialized (
   select p.nth, e.*
     from unnest(:namespace_nos::int[], :lane_nos::int[]) with ordinality as p(namespace_no, lane_no, nth)
    cross join lateral (
@@ -112,6 +143,8 @@ with entry as materialized (
           order by e.created_at
           fetch first (:depth::bigint) rows with ties) e
 ),
+-- include: full_queue
+,
 reached as materialized (
   select min(last) as created_at
     from (select max(created_at) as last from entry group by nth having count(*) >= :depth) cut
@@ -136,14 +169,45 @@ select reached.created_at as reached, found.*
 -- name: list_candidates
 -- The matching executions among the candidates of :sources and :listed_states, and whether the candidates are complete,
 -- that is, whether no source reached :cap.
--- A source may contain executions of other states, and two sources the same execution: the filters on the row decide.
-with candidate as materialized (
+-- A source may contain executions of other states, and two sources the same execution: the filters on the row decide. The entries of
+-- queues without room are a source of their own: they may be many.
+with clock as materialized (select ff_now() as now),
+full_source as materialized (
+  select f.queue_no
+    from clock c cross join lateral ff_full_queues(c.now) f
+   where :sources::text[] && '{ready,limited}'
+),
+served as materialized (
+  select t.route_no, t.lane_no, ff_required(c.required) <> c.required as is_governed
+    from route t join capability_set c using (capability_set_no)
+   where 'ready' = any(:sources) and (:lane_nos::int[] is null or t.lane_no = any(:lane_nos))
+),
+candidate as materialized (
   (select 'ready' as source, r.partition_key, r.execution_id
-     from (select route_no from route
-            where 'ready' = any(:sources::text[]) and (:lane_nos::int[] is null or lane_no = any(:lane_nos))) t
+     from (select route_no from served where not is_governed) t
     cross join lateral (
           select r.partition_key, r.execution_id from ready r
            where r.route_no = t.route_no order by r.place limit :cap) r
+    limit :cap)
+  union all
+  (select 'ready', r.partition_key, r.execution_id
+     from (select q.queue_no from served t join queue q on q.lane_no = t.lane_no and q.route_no = t.route_no
+            where t.is_governed and (q.queue_no in (select f.queue_no from full_source f)) is not true) q
+    cross join lateral (
+          select r.partition_key, r.execution_id from ready r where r.queue_no = q.queue_no order by r.place limit :cap) r
+    limit :cap)
+  union all
+  -- A grant reserves these whether their queue has room or not.
+  (select 'ready', g.partition_key, g.execution_id
+     from claim_grant g
+    where exists (select from full_source) and g.expires_at > (select now from clock) order by g.expires_at limit :cap)
+  union all
+  (select 'limited', r.partition_key, r.execution_id
+     from full_source f
+    cross join lateral (select q.lane_no from queue q where q.queue_no = f.queue_no limit 1) q
+    cross join lateral (
+          select r.partition_key, r.execution_id from ready r where r.queue_no = f.queue_no order by r.place limit :cap) r
+    where 'limited' = any(:sources) and (:lane_nos is null or q.lane_no = any(:lane_nos))
     limit :cap)
   union all
   (select 'listed', s.partition_key, s.execution_id
@@ -183,19 +247,23 @@ with candidate as materialized (
 whole as materialized (
   select coalesce(bool_and(entries < :cap), true) as is_whole
     from (select count(*) as entries from candidate group by source) counted
-)
+),
+entry as materialized (
+  select e.*
+    from (select distinct partition_key, execution_id from candidate where (select whole.is_whole from whole)) c
+   -- The limit makes the planner start from the candidates, whatever its estimates.
+   cross join lateral (
+         -- include: row
+          where e.partition_key = c.partition_key and e.execution_id = c.execution_id limit 1) e
+),
+-- include: full_queue
 select whole.is_whole, found.*
   from whole
   left join lateral (
        -- include: summary
          from (select x.*
                  from (select x.*, ('{fp:' || x.partition_key || '}:' || x.execution_id) collate "C" as id_text
-                         from (select e.*
-                                 from (select distinct partition_key, execution_id from candidate where whole.is_whole) c
-                                -- The limit makes the planner start from the candidates, whatever its estimates.
-                                cross join lateral (
-                                      -- include: row
-                                       where e.partition_key = c.partition_key and e.execution_id = c.execution_id limit 1) e) x
+                         from entry x
                         where (:namespace_nos::int[] is null or x.namespace_no = any(:namespace_nos))
                           and (:lane_nos is null or x.lane_no = any(:lane_nos))
                           and x.created_at between :created_from and :created_to
@@ -215,12 +283,15 @@ select whole.is_whole, found.*
 -- name: list_newest_members
 -- The matching ones among the next :depth members of a flow before a position, the newest first, and the last position read; null if
 -- there are no more.
-with entry as materialized (
+with clock as materialized (select ff_now() as now),
+entry as materialized (
   -- include: row
    where e.flow_id = :flow_id and e.created_at >= :created_from
      and (e.created_at, e.execution_id) < (:before_at::bigint, :before_id::uuid)
    order by e.created_at desc, e.execution_id desc limit :depth
 ),
+-- include: full_queue
+,
 reached as materialized (
   select case when count(*) >= :depth then min(created_at) end as at,
          case when count(*) >= :depth then (array_agg(execution_id order by created_at, execution_id))[1] end as id
@@ -244,12 +315,15 @@ select reached.at as reached_at, reached.id as reached_id, found.*
 -- name: list_oldest_members
 -- The matching ones among the next :depth members of a flow after a position, the oldest first, and the last position read; null if
 -- there are no more.
-with entry as materialized (
+with clock as materialized (select ff_now() as now),
+entry as materialized (
   -- include: row
    where e.flow_id = :flow_id and e.created_at <= :created_to
      and (e.created_at, e.execution_id) > (:after_at::bigint, :after_id::uuid)
    order by e.created_at, e.execution_id limit :depth
 ),
+-- include: full_queue
+,
 reached as materialized (
   select case when count(*) >= :depth then max(created_at) end as at,
          case when count(*) >= :depth then (array_agg(execution_id order by created_at desc, execution_id desc))[1] end as id

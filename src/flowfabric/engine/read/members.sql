@@ -1,10 +1,23 @@
 -- name: read_progress
 -- A flow, and how many of its members are in which state.
+with clock as materialized (select ff_now() as now),
+entry as materialized (
+  select e.queue_no, e.public_state, e.is_queued, count(*) as executions
+    from (select e.queue_no, e.public_state,
+                 -- include: listing.is_queued
+                 as is_queued
+            from execution e where e.flow_id = :flow_id and e.partition_key = :partition_key) e
+   group by e.queue_no, e.public_state, e.is_queued
+),
+-- include: listing.full_queue
 select f.flow_kind, f.public_flow_state, f.derived_state, f.live_count, f.node_count, f.created_at, f.cancelled_at, f.cancel_reason,
        (select jsonb_object_agg(s.public_state, s.members)
-          from (select e.public_state, count(*) as members from execution e
-                 where e.flow_id = f.flow_id and e.partition_key = f.partition_key
-                 group by e.public_state) s) as members
+          from (select x.public_state, sum(x.executions) as members
+                  from (select x.executions,
+                               -- include: listing.state
+                               as public_state
+                          from entry x) x
+                 group by x.public_state) s) as members
   from flow f
  where f.partition_key = :partition_key and f.flow_id = :flow_id;
 
