@@ -180,7 +180,7 @@ async def test_the_policy_fail_fails_the_run_without_a_retry_whatever_it_catches
     async with fabric, fabric.worker():
         with pytest.raises(RunFailed, match=r"BudgetExceeded: budget llm: tokens 0/100") as failed:
             await (await ask.submit()).result(timeout=60)
-        assert failed.value.error_type == "BudgetExceeded"
+        assert failed.value.error_type == "flowfabric.worker.budget.BudgetExceeded"
         assert starts == [1]
 
 
@@ -201,11 +201,11 @@ async def test_the_policy_cancel_flow_cancels_the_flow_and_without_a_flow_the_ru
 
     async with fabric, fabric.worker():
         flow = fabric.flow("batch")
-        nodes: list[Any] = [flow.add(ask), flow.add(other)]
-        flow.after(flow.add(other), nodes[0])
+        nodes: list[Any] = [flow.add(ask), flow.add(other), flow.add(other)]
+        flow.after(nodes[2], nodes[0])
         run = await flow.submit()
         may_spend.set()
-        for each in run.runs:
+        for each in [run.run(node) for node in nodes]:
             with pytest.raises(RunCancelled):
                 await each.result(timeout=60)
         assert await used(budget) == (0, 0)
@@ -230,7 +230,7 @@ async def test_an_approved_run_goes_on_and_every_true_cost_is_counted_once(
     # One slot: a run that asks holds none.
     async with fabric, fabric.worker(concurrency=1):
         await budget.status()
-        await fabric.engine.record_spend(budget.id, (await _any_id(fabric)), deltas={"tokens": 200})
+        await fabric.engine.report_usage_admin(budget.id, dimensions=["tokens"], deltas=[200])
         run = await ask.submit()
         detail = await is_asking(run, eventually)
         assert detail == "budget llm: tokens 500/1000, 600 more asked for"
@@ -241,13 +241,6 @@ async def test_an_approved_run_goes_on_and_every_true_cost_is_counted_once(
         assert paid == [300, 300, 350]
         assert await used(budget) == (200 + sum(paid), 0)
         assert (await budget.status()).hard_limits == {"tokens": 5000}
-
-
-async def _any_id(fabric: Fabric) -> str:
-    made = await fabric.engine.create_execution(
-        namespace="other", lane_id="other", execution_kind="other", input_payload=b"{}", creator_identity="test"
-    )
-    return made.execution_id
 
 
 async def test_an_approval_without_a_ceiling_raises_it_by_what_the_run_needs(
