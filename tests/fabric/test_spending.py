@@ -288,12 +288,12 @@ async def test_a_refused_run_gets_the_error_and_is_not_retried(fabric: Fabric, e
     starts: list[int] = []
 
     @fabric.task(retries=3, backoff=0)
-    async def ask(ctx: Context, is_caught: bool) -> str:
+    async def ask(ctx: Context, caught: str) -> str:
         starts.append(ctx.attempt)
         try:
             await ctx.spend(budget, tokens=150)
         except BudgetExceeded:
-            if not is_caught:
+            if not caught:
                 raise
             await ctx.spend(budget, tokens=1)
             await ctx.wait_for_signal("more")
@@ -301,13 +301,13 @@ async def test_a_refused_run_gets_the_error_and_is_not_retried(fabric: Fabric, e
         return "went on"
 
     async with fabric, fabric.worker():
-        run = await ask.submit(False)
+        run = await ask.submit("")
         await is_asking(run, eventually)
         await run.reject_budget(by="ada")
         with pytest.raises(RunFailed, match="budget llm: tokens 0/100, and a person has refused more"):
             await run.result(timeout=60)
         assert starts == [1, 1]
-        other = await ask.submit(True)
+        other = await ask.submit("caught")
         await is_asking(other, eventually)
         await other.reject_budget(by="ada")
         # The refusal holds whenever the handler runs again, also once there is more.
