@@ -80,6 +80,25 @@ PRINTED = {
         "the flow has completed",
         "judges: cancelled, completed, completed, completed, failed",
     ],
+    "llm_batch.py": [
+        "within the ceiling: True",
+        "every answer is counted once, at its true cost: True",
+        "every other page was refused before its call: True",
+        "still set aside: {}",
+    ],
+    "tenant_rates.py": [
+        "the quiet tenant is served while the noisy one has a queue: True",
+        "most at a time: {'noisy': 2, 'quiet': 1}",
+    ],
+    "ask_for_budget.py": [
+        "what: forty-two",
+        "it asks: budget research: usd_cents 80/100, 150 more asked for",
+        "who: forty-two",
+        "why: forty-two",
+        "it asks: budget research: usd_cents 240/500, 1000 more asked for",
+        "how: no answer (budget research: usd_cents 240/500, and a person has refused more)",
+        "spent 240 of 500",
+    ],
     "service.py": ["HELLO"],
 }
 """What each example prints, among other lines."""

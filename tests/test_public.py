@@ -34,6 +34,8 @@ def offered() -> Iterator[tuple[str, str, Any]]:
 
 def test_the_names_of_the_package_are_these() -> None:
     assert flowfabric.__all__ == [
+        "Budget",
+        "BudgetExceeded",
         "Callback",
         "Context",
         "Engine",
@@ -189,6 +191,7 @@ async def test_an_editor_completes_only_what_users_need_of_the_rest(url: str) ->
     shown["Context"] = [name for name in dir(Context) if not name.startswith("_")]
     assert shown == {
         "Fabric": [
+            "budget",
             "engine",
             "flow",
             "flow_run",
@@ -204,11 +207,13 @@ async def test_an_editor_completes_only_what_users_need_of_the_rest(url: str) ->
         "FlowRun": ["cancel", "id", "is_duplicate", "replay", "result", "run", "runs", "status", "wait"],
         "Task": ["bind", "lane", "name", "options", "run", "submit", "submit_many"],
         "Run": [
+            "approve_budget",
             "cancel",
             "explain",
             "id",
             "is_duplicate",
             "plain_id",
+            "reject_budget",
             "replay",
             "result",
             "signal",
@@ -247,8 +252,10 @@ async def test_an_editor_completes_only_what_users_need_of_the_rest(url: str) ->
             "observe_signals",
             "priority",
             "progress",
+            "reserve",
             "resumed_signals",
             "retry_count",
+            "spend",
             "stream",
             "summary",
             "suspend",

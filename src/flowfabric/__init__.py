@@ -17,6 +17,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.settings import Settings
 from flowfabric.version import __version__
+from flowfabric.worker.budget import Budget, BudgetExceeded
 from flowfabric.worker.callback import Callback, verify_and_deliver
 from flowfabric.worker.context import Context
 from flowfabric.worker.logs import log_fields
@@ -25,6 +26,8 @@ from flowfabric.worker.waits import WaitTimeout
 from flowfabric.worker.worker import Worker
 
 __all__ = [
+    "Budget",
+    "BudgetExceeded",
     "Callback",
     "Context",
     "Engine",

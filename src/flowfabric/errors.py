@@ -21,12 +21,14 @@ from flowfabric.model.errors import (
     UnavailableError,
 )
 from flowfabric.settings import SettingsError
+from flowfabric.worker.budget import BudgetExceeded
 from flowfabric.worker.callback import BackendError, CallbackError, TokenMismatch, UnknownWaitpoint
 from flowfabric.worker.outcome import NoRetry
 from flowfabric.worker.waits import NoSignal, WaitTimeout
 
 __all__ = [
     "BackendError",
+    "BudgetExceeded",
     "BugError",
     "CallbackError",
     "ConflictError",

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -13,13 +13,16 @@ from uuid import UUID
 from flowfabric.engine.engine import Engine
 from flowfabric.fabric.flow import Flow
 from flowfabric.fabric.flow_run import FlowRun
+from flowfabric.fabric.limits import TaskLimits, apply_limits, define_limits
 from flowfabric.fabric.run import Run
 from flowfabric.fabric.task import Called, Params, Returned, Task, TaskDecorator
 from flowfabric.loops import check_loop, running_loop
+from flowfabric.model.duration import Duration
 from flowfabric.model.errors import EngineError, InvalidInputError, error, reason_of
 from flowfabric.model.ids import FlowId, check_lane_id, parse_execution_id, parse_uuid
 from flowfabric.model.text import check_options, check_short, shown
 from flowfabric.settings import Settings
+from flowfabric.worker.budget import Budget, OnBreach
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.interrupts import calling_on_interrupts
 from flowfabric.worker.logs import add_fields_to_records, log_to_stderr_if_unconfigured
@@ -80,6 +83,8 @@ class Fabric:
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop in which the fabric was connected."""
         self._open = AsyncExitStack()
+        self._limited: set[str] = set()
+        """The tasks whose limits this process has created."""
         self._unserved_again_at = 0.0
         self._unserved_queues: dict[int, float] = {}
 
@@ -112,6 +117,7 @@ class Fabric:
         """Disconnect from the database."""
         self._check_loop()
         self._engine = self._loop = None
+        self._limited.clear()
         await self._open.aclose()
 
     def _check_loop(self) -> None:
@@ -136,7 +142,7 @@ class Fabric:
         *,
         id: UUID | str | None = None,
         tags: Mapping[str, str] | None = None,
-        budgets: Sequence[UUID | str] = (),
+        budgets: Iterable[Budget | UUID | str] = (),
         quota: UUID | str | None = None,
     ) -> Flow:
         """Return a new flow to add tasks to: `flow = fabric.flow("nightly")`, then `await flow.submit()`.
@@ -144,10 +150,41 @@ class Fabric:
         kind: what it is a flow of, shown in lists
         id: submit once: a UUID, or any text that is unique among the flows of this kind and namespace
         tags: labels with namespaced keys
-        budgets: the ids of the budgets that limit every node
+        budgets: the budgets that limit every node, or their ids
         quota: the id of the quota policy that limits every node
         """
         return Flow(self, kind, id=id, tags=tags, budgets=budgets, quota=quota)
+
+    def budget(
+        self,
+        name: str,
+        *,
+        soft: Mapping[str, int] | None = None,
+        every: Duration | None = None,
+        on_breach: OnBreach = "refuse",
+        id: UUID | str | None = None,
+        **limits: int,
+    ) -> Budget:
+        """Return a budget with its hard limits: `fabric.budget("llm", tokens=1_000_000, usd_micros=5_000_000)`.
+
+        The first use creates it; one that exists keeps its limits.
+
+        name: its name, unique in the namespace of the fabric
+        soft: limits that only warn
+        every: how often its counters are set to zero; by default never
+        on_breach: what happens to a run that would exceed it: `refuse`, `fail`, `cancel_flow` or `ask`
+        id: a UUID instead of the one that follows from namespace and name
+        """
+        return Budget(
+            lambda: self.engine,
+            name,
+            namespace=self.namespace,
+            limits=limits,
+            soft=soft,
+            every=every,
+            on_breach=on_breach,
+            id=id,
+        )
 
     def flow_run(self, flow_id: UUID | str) -> FlowRun:
         """Return the run of a submitted flow by its id, whichever process submitted it."""
@@ -167,6 +204,19 @@ class Fabric:
             )
         self.tasks[task.name] = task
         return task
+
+    async def _prepare(self, task: str, limits: TaskLimits | None, budgets: Iterable[Budget]) -> None:
+        """Create the limits of a task and budgets, unless this process has done so."""
+        if limits is not None and task not in self._limited:
+            await define_limits(self.engine, task, limits)
+            self._limited.add(task)
+        for budget in budgets:
+            await budget.create(self.engine)
+
+    async def _apply_limits(self) -> None:
+        """Let the limits of the tasks be what their options say; a worker does so before it starts."""
+        await apply_limits(self.engine, {name: task._limits for name, task in self.tasks.items()})
+        self._limited.update(self.tasks)
 
     def _handler_of(self, kind: str) -> Handler | None:
         task = self.tasks.get(kind)
@@ -193,7 +243,9 @@ class Fabric:
         check_options(options, WorkerOptions.__annotations__)
         options.setdefault("lanes", sorted({task.lane for task in self.tasks.values()}) or [self.lane])
         options.setdefault("namespace", self.namespace)
-        return Worker(self.engine, handlers={name: task._handler for name, task in self.tasks.items()}, **options)
+        worker = Worker(self.engine, handlers={name: task._handler for name, task in self.tasks.items()}, **options)
+        worker._before_start = self._apply_limits
+        return worker
 
     def run_worker(self, **options: Unpack[WorkerOptions]) -> None:
         """Connect and run a worker until SIGTERM or SIGINT: the main function of a worker process.

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import CoroutineType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 from uuid import UUID, uuid5
@@ -11,6 +11,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.fabric.arguments import encode_with_nodes, has_nodes, hidden_node, refuse_hidden
 from flowfabric.fabric.flow_run import FlowRun
 from flowfabric.fabric.node import Group, Node, check_flow_of, shown_nodes
+from flowfabric.fabric.options import budget_ids_of, budgets_in
 from flowfabric.fabric.run import ABSENCE, Run
 from flowfabric.fabric.task import Call, Task, TaskFabric
 from flowfabric.model.edge import EdgePolicy
@@ -18,9 +19,10 @@ from flowfabric.model.errors import EngineError, InvalidInputError, TransportErr
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.flow import MAX_EDGES, MAX_NODES, FlowAlreadySatisfied, FlowEdge, FlowNode
 from flowfabric.model.ids import FlowId, flow_partition, format_execution_id, mint_uuid_texts, parse_uuid, uuid7
-from flowfabric.model.limit import check_budget_ids
 from flowfabric.model.tag import check_tags
-from flowfabric.model.text import check_short, check_text, shown
+from flowfabric.model.text import check_items, check_short, check_text, shown
+from flowfabric.worker.budget import Budget
+from flowfabric.worker.heritage import heritage_of
 from flowfabric.worker.upstreams import ENCODING
 
 Params = ParamSpec("Params")
@@ -52,7 +54,7 @@ class Flow:
         *,
         id: UUID | str | None,
         tags: Mapping[str, str] | None,
-        budgets: Sequence[UUID | str],
+        budgets: Iterable[Budget | UUID | str],
         quota: UUID | str | None,
     ) -> None:
         self._fabric = fabric
@@ -61,7 +63,9 @@ class Flow:
         self._has_own_id = id is not None
         self._flow_id = _flow_id_of(fabric, kind, id)
         self._tags = check_tags(tags) or None
-        self._budgets = check_budget_ids(budgets, "budgets")
+        given = check_items(budgets, "budgets")
+        self._budget_ids = budget_ids_of(given)
+        self._budgets = budgets_in(given)
         self._quota = None if quota is None else parse_uuid(quota, "quota")
         self._nodes: list[Node] = []
         self._news: list[NewExecution] = []
@@ -148,6 +152,8 @@ class Flow:
         if not self._nodes:
             raise error("invalid_input", f"flow {self.kind!r} has no nodes; add some with flow.add(task, ...)")
         engine = self._fabric.engine
+        await self._prepare()
+        heritage = await heritage_of(engine)
         partition = flow_partition(self._flow_id, parts_of(engine).store.rules.partitions.flow)
         try:
             made = await engine.submit_flow(
@@ -158,7 +164,7 @@ class Flow:
                 groups=self._groups(),
                 tags=self._tags,
                 flow_id=self._flow_id,
-                budget_ids=self._budgets,
+                budget_ids=tuple(dict.fromkeys((*self._budget_ids, *heritage.budget_ids))),
                 quota_policy_id=self._quota,
             )
         except EngineError as refused:
@@ -180,6 +186,13 @@ class Flow:
             for node in self._nodes
         ]
         return FlowRun(self._fabric, self._flow_id, self._nodes, runs, is_duplicate=is_duplicate)
+
+    async def _prepare(self) -> None:
+        """Create the limits of the tasks, and the budgets, once in a process."""
+        for task in {id(node._task): node._task for node in self._nodes}.values():
+            await task._prepare()
+        if self._budgets:
+            await self._fabric._prepare("", None, self._budgets)
 
     def _uuid_of(self, index: int) -> str:
         # The same ids in every process that submits the flow, so that each of them finds the runs of its nodes.

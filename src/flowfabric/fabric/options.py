@@ -1,9 +1,12 @@
 """The policy that the options of a task describe; errors name the option and its value."""
 
 from collections.abc import Iterable
+from uuid import UUID
 
 from flowfabric.model.duration import milliseconds
 from flowfabric.model.errors import error
+from flowfabric.model.ids import parse_uuid
+from flowfabric.model.limit import check_budget_ids
 from flowfabric.model.policy import (
     Backoff,
     ExecutionPolicy,
@@ -15,7 +18,8 @@ from flowfabric.model.policy import (
     TimeoutPolicy,
 )
 from flowfabric.model.policy_checks import INT32
-from flowfabric.model.text import shown
+from flowfabric.model.text import check_items, shown
+from flowfabric.worker.budget import Budget
 
 
 def policy_of(
@@ -26,6 +30,8 @@ def policy_of(
     deadline: object,
     capabilities: Iterable[str] | None,
     stream: object,
+    budgets: object = None,
+    quota: object = None,
 ) -> ExecutionPolicy | None:
     """Return the policy for these options, or None if none of them is given."""
     max_retries = 0 if retries is None else _checked_retries(retries)
@@ -43,8 +49,21 @@ def policy_of(
         ),
         routing_requirements=RoutingRequirements(required_capabilities=required) if required else None,
         stream_policy=_stream_policy_of(stream),
+        budget_ids=tuple(map(str, budget_ids_of(budgets))),
+        quota_policy_id=None if quota is None else str(parse_uuid(quota, "quota")),
     )
     return None if policy == ExecutionPolicy() else policy
+
+
+def budget_ids_of(budgets: object) -> tuple[UUID, ...]:
+    """Return the ids of budgets, which are given as they are or by their ids."""
+    given = () if budgets is None else check_items(budgets, "budgets")
+    return check_budget_ids([each.id if isinstance(each, Budget) else each for each in given], "budgets")
+
+
+def budgets_in(budgets: Iterable[object] | None) -> tuple[Budget, ...]:
+    """Return those budgets that are declared in code, which their first use creates."""
+    return tuple(each for each in budgets or () if isinstance(each, Budget))
 
 
 def _checked_retries(retries: object) -> int:

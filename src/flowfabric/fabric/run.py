@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -24,6 +24,7 @@ from flowfabric.fabric.errors import (
 )
 from flowfabric.fabric.follow import RunFrames
 from flowfabric.model.attempt import Failure
+from flowfabric.model.budget import MAX_TOTAL, check_amounts
 from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import (
     ContentionError,
@@ -35,13 +36,14 @@ from flowfabric.model.errors import (
 )
 from flowfabric.model.execution import Ended, ExecutionStatus
 from flowfabric.model.explanation import Explanation, NoCapableWorkerReason, NoWorkerReason
-from flowfabric.model.ids import ExecutionId, SignalId, plain_id, row_key
+from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, plain_id, row_key
 from flowfabric.model.signal import MAX_TEXT
 from flowfabric.model.states import ENDED_STATES, PublicState, TerminalOutcome
 from flowfabric.model.text import check_length, check_short, shown
 from flowfabric.pauses import pauses
 from flowfabric.worker.codec import encode_as_its_type, reason
 from flowfabric.worker.handler import Handler
+from flowfabric.worker.spending import APPROVE, ASK, REJECT, raise_for
 
 Value = TypeVar("Value", covariant=True)
 """The type of the result of a run."""
@@ -270,23 +272,76 @@ class Run(Generic[Value]):
         if id is not None:
             signal_id = SignalId(uuid5(UUID(row_key(self.id)[1]), f"{name}\0{check_length(id, 'id', MAX_TEXT)}"))
         signals, seconds = parts_of(self._fabric.engine).signals, milliseconds(timeout, "timeout") / 1000
+
+        async def deliver(waitpoint_id: WaitpointId) -> None:
+            await signals.deliver_trusted(
+                execution_id=self.id,
+                waitpoint_id=waitpoint_id,
+                signal_name=name,
+                source_identity=by,
+                signal_id=signal_id,
+                payload=data,
+                idempotency_key=id,
+            )
+
+        await self._when_waiting(name, signal_id, deliver, seconds)
+
+    async def approve_budget(
+        self, *, raise_to: Mapping[str, int] | None = None, by: str = "", timeout: Duration = 30
+    ) -> None:
+        """Let the run go on that asks for more of a budget: `await run.approve_budget(raise_to={"tokens": 2_000_000})`.
+
+        Raises the hard limits of the budget: to `raise_to`, else by as much as the run needs. `by` names who approves.
+        Raises TimeoutError if the run does not ask in time, and StateError (`target_not_signalable`) if it has ended.
+        """
+        given = check_amounts(raise_to or {}, "raise_to", least=1, most=MAX_TOTAL, is_empty_allowed=True)
+        payload = msgspec.json.encode(given)
+
+        async def approve(waitpoint_id: WaitpointId) -> None:
+            # First: a run whose budget is used up is not claimed.
+            await raise_for(self._fabric.engine, self.id, given)
+            await self._answer_budget(waitpoint_id, APPROVE, payload, by)
+
+        await self._when_waiting(ASK, None, approve, milliseconds(timeout, "timeout") / 1000)
+
+    async def reject_budget(self, *, by: str = "", timeout: Duration = 30) -> None:
+        """Refuse the run that asks for more of a budget: BudgetExceeded is raised in its handler."""
+
+        async def reject(waitpoint_id: WaitpointId) -> None:
+            await self._answer_budget(waitpoint_id, REJECT, b"null", by)
+
+        await self._when_waiting(ASK, None, reject, milliseconds(timeout, "timeout") / 1000)
+
+    async def _answer_budget(self, waitpoint_id: WaitpointId, name: str, payload: bytes, by: str) -> None:
+        check_length(by, "by", MAX_TEXT)
+        await parts_of(self._fabric.engine).signals.deliver_trusted(
+            execution_id=self.id,
+            waitpoint_id=waitpoint_id,
+            signal_name=name,
+            source_identity=by,
+            signal_id=None,
+            payload=payload,
+            idempotency_key=None,
+        )
+
+    async def _when_waiting(
+        self,
+        key: str,
+        signal_id: SignalId | None,
+        deliver: Callable[[WaitpointId], Awaitable[None]],
+        seconds: float,
+    ) -> None:
+        """Deliver a signal as soon as the run waits on a waitpoint with this key."""
+        signals = parts_of(self._fabric.engine).signals
         deadline = time.monotonic() + seconds
         for pause in pauses(*SIGNAL_PAUSE_SECONDS):
             left = deadline - time.monotonic()
-            target = await signals.read_target(self.id, name, signal_id)
+            target = await signals.read_target(self.id, key, signal_id)
             if target is None:
                 raise self._not_found()
             if target.waitpoint_id is not None:
                 try:
-                    await signals.deliver_trusted(
-                        execution_id=self.id,
-                        waitpoint_id=target.waitpoint_id,
-                        signal_name=name,
-                        source_identity=by,
-                        signal_id=signal_id,
-                        payload=data,
-                        idempotency_key=id,
-                    )
+                    await deliver(target.waitpoint_id)
                     return
                 except EngineError as refused:
                     # Another signal or a timeout has ended that wait; the run may wait for this name again.
@@ -297,7 +352,7 @@ class Run(Generic[Value]):
             if left <= 0:
                 waits = ", ".join(map(repr, target.open_keys))
                 why = f": it waits for {waits}" if waits else _state_text(target.state)
-                raise TimeoutError(f"{self.id} did not wait for signal {name!r} within {seconds:g} s{why}")
+                raise TimeoutError(f"{self.id} did not wait for signal {key!r} within {seconds:g} s{why}")
             await asyncio.sleep(min(pause, left))
 
     def stream(self, *, after: str | None = None, attempt: int | None = None, follow: bool = True) -> RunFrames:

@@ -5,10 +5,13 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, cast, overload
 from urllib.parse import quote
+from uuid import UUID
 
 import msgspec
+from msgspec import structs
 
-from flowfabric.fabric.options import policy_of
+from flowfabric.fabric.limits import TaskLimits, limits_of
+from flowfabric.fabric.options import budgets_in, policy_of
 from flowfabric.fabric.run import Run, RunFabric
 from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import ConflictError, Detail, EngineError, error
@@ -17,8 +20,10 @@ from flowfabric.model.ids import check_lane_id, parse_execution_id
 from flowfabric.model.policy import Backoff, StreamPolicy
 from flowfabric.model.tag import check_tags
 from flowfabric.model.text import MAX_BATCH, MAX_KEY_BYTES, check_items, check_options, check_text, shorten, shown
+from flowfabric.worker.budget import Budget
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
+from flowfabric.worker.heritage import parent_of
 
 Called = ParamSpec("Called")
 """The parameters of the function."""
@@ -62,8 +67,12 @@ class SubmitOptions(TypedDict, total=False):
     """How many frames of its stream are kept, and whether every write waits until its frame is stored."""
     tags: Mapping[str, str]
     """Labels with namespaced keys, such as `{"app.customer": "42"}`."""
-    parent: str
-    """The id of the run that submits it: the budgets and the quota of that run limit it too."""
+    parent: str | None
+    """The id of the run whose budgets and quota limit it too; by default the run whose handler submits it."""
+    budgets: "Iterable[Budget | UUID | str]"
+    """The budgets that limit it, or their ids: it does not start while one of them is used up."""
+    quota: UUID | str
+    """The id of a quota policy that limits it, beside the limits of the task."""
 
 
 class TaskOptions(SubmitOptions, total=False):
@@ -74,6 +83,14 @@ class TaskOptions(SubmitOptions, total=False):
 
     Queued executions find their task by this name: keep it when you rename the function.
     """
+    max_running: int
+    """How many runs of the task may run at a time, over all workers and namespaces; by default any number."""
+    rate: str
+    """How many runs of the task may start per time, such as `"100/m"`, `"5/s"` or `"10/30s"`; by default any number."""
+    per: str
+    """The argument, or the tag such as `"tag:app.tenant"`, each value of which has these limits for itself."""
+    weight: str
+    """The argument that says how many of the `rate` a run takes; by default each takes one."""
 
 
 Options = TypeVar("Options", bound=SubmitOptions)
@@ -88,6 +105,10 @@ class TaskFabric(RunFabric, Protocol):
 
     def _add(self, task: "Task[Called, Params, Returned]") -> "Task[Called, Params, Returned]":
         """Add a task to those that the workers of the fabric run."""
+        ...
+
+    async def _prepare(self, task: str, limits: TaskLimits | None, budgets: Iterable[Budget]) -> None:
+        """Create the limits of a task and budgets, unless this process has done so."""
         ...
 
 
@@ -140,7 +161,8 @@ class Call(Generic[Value]):
 def _key_conflict(detail: Detail, task: str, key: str) -> ConflictError:
     """Return the error of a key that belongs to a run with other arguments or options."""
     found = detail if isinstance(detail, Mapping) else {}
-    words = {"payload": "arguments", "policy": "options (retries, backoff, timeout, deadline, capabilities or stream)"}
+    options = "options (retries, backoff, timeout, deadline, capabilities, stream, budgets or quota)"
+    words = {"payload": "arguments", "policy": options}
     differs = " and ".join(words.get(part, part) for part in str(found.get("differs", "")).split(" and "))
     return ConflictError(
         "idempotency_conflict",
@@ -160,9 +182,17 @@ class Task(Generic[Called, Params, Returned]):
     __name__: str
     __wrapped__: Callable[Called, Returned]
 
-    def __init__(self, fabric: TaskFabric, name: str, handler: Handler, options: SubmitOptions) -> None:
+    def __init__(
+        self,
+        fabric: TaskFabric,
+        name: str,
+        handler: Handler,
+        options: SubmitOptions,
+        limits: TaskLimits | None = None,
+    ) -> None:
         functools.update_wrapper(self, handler.function)
         self._fabric = fabric
+        self._limits = limits
         self._options = options
         self._policy = policy_of(
             retries=options.get("retries"),
@@ -171,7 +201,11 @@ class Task(Generic[Called, Params, Returned]):
             deadline=options.get("deadline"),
             capabilities=options.get("capabilities"),
             stream=options.get("stream"),
+            budgets=options.get("budgets"),
+            quota=options.get("quota"),
         )
+        self._budgets = budgets_in(options.get("budgets"))
+        """Those of its budgets that are declared in code."""
         self._tags = check_tags(options.get("tags")) or None
         delay = options.get("delay")
         self._delay_ms = None if delay is None else milliseconds(delay, "delay")
@@ -211,9 +245,11 @@ class Task(Generic[Called, Params, Returned]):
         stream: how many frames of its stream are kept, and whether every write waits until its frame is stored
         tags: labels with namespaced keys
         parent: the id of the run whose budgets and quota limit it too
+        budgets: the budgets that limit it, or their ids
+        quota: the id of a quota policy that limits it
         """
         given = _checked(options, SubmitOptions)
-        return type(self)(self._fabric, self.name, self._handler, {**self._options, **given})
+        return type(self)(self._fabric, self.name, self._handler, {**self._options, **given}, self._limits)
 
     @overload
     async def submit(
@@ -228,8 +264,10 @@ class Task(Generic[Called, Params, Returned]):
         and ConflictError if the idempotency key belongs to a run with other arguments or options.
         """
         call = self._bound(args, kwargs)
+        await self._prepare()
+        new = await self._with_parents([call])
         try:
-            made = await self._fabric.engine.create_execution(**msgspec.structs.asdict(call._new))
+            made = await self._fabric.engine.create_execution(**msgspec.structs.asdict(new[0]))
         except ConflictError as refused:
             raise call._refusal(refused) from None
         return call._run(made)
@@ -261,6 +299,8 @@ class Task(Generic[Called, Params, Returned]):
                 f"submit_many: expected a list of calls, got one call; write {self.name}.submit_many([call])"
             )
         bound = [self._checked_call(call) for call in calls]
+        for task in {id(call._task): call._task for call in bound}.values():
+            await task._prepare()
         answers: list[Run[Any] | EngineError] = []
         for begin in range(0, len(bound), MAX_BATCH):
             batch = bound[begin : begin + MAX_BATCH]
@@ -276,10 +316,24 @@ class Task(Generic[Called, Params, Returned]):
 
     async def _create_many(self, batch: "Sequence[Call[Any]]") -> "Sequence[Created | Duplicate | EngineError]":
         try:
-            return await self._fabric.engine.create_many([call._new for call in batch])
+            return await self._fabric.engine.create_many(await self._with_parents(batch))
         except EngineError as refused:
             # The batch was refused as a whole; earlier batches stay submitted, and the caller learns which.
             return [refused.copy() for _ in batch]
+
+    async def _prepare(self) -> None:
+        """Create the limits of the task and its budgets, once in a process."""
+        if self._limits is not None or self._budgets:
+            await self._fabric._prepare(self.name, self._limits, self._budgets)
+
+    async def _with_parents(self, calls: "Sequence[Call[Any]]") -> list[NewExecution]:
+        """Return what is submitted for calls; those of a handler get the limits of its run."""
+        if (parent := await parent_of(self._fabric.engine)) is None:
+            return [call._new for call in calls]
+        return [
+            call._new if "parent" in call._task._options else structs.replace(call._new, parent_execution_id=parent)
+            for call in calls
+        ]
 
     def _checked_call(self, call: object) -> "Call[Any]":
         if not isinstance(call, Call):
@@ -379,7 +433,15 @@ class TaskDecorator:
         name = check_text(submit_options.pop("name", function.__name__), "name")
         if not name:
             raise error("invalid_input", "name: must not be empty; leave it out to use the name of the function")
-        return self._fabric._add(Task(self._fabric, name, Handler(function, task=name), submit_options))
+        limits = limits_of(
+            name,
+            function,
+            max_running=submit_options.pop("max_running", None),
+            rate=submit_options.pop("rate", None),
+            per=submit_options.pop("per", None),
+            weight=submit_options.pop("weight", None),
+        )
+        return self._fabric._add(Task(self._fabric, name, Handler(function, task=name), submit_options, limits))
 
 
 def _check_function(function: object) -> None:
@@ -406,8 +468,11 @@ def _check_function(function: object) -> None:
 
 
 def _checked(options: Options, known: type[Options]) -> Options:
-    """Return the options if all of them are known, with capabilities that can be read more than once."""
+    """Return the options if all of them are known, with items that can be read more than once."""
     check_options(options, known.__annotations__)
-    if options.get("capabilities") is None:
-        return options
-    return cast(Options, {**options, "capabilities": check_items(options["capabilities"], "capabilities")})
+    items: dict[str, object] = {}
+    if options.get("capabilities") is not None:
+        items["capabilities"] = check_items(options["capabilities"], "capabilities")
+    if options.get("budgets") is not None:
+        items["budgets"] = check_items(options["budgets"], "budgets")
+    return cast(Options, {**options, **items}) if items else options

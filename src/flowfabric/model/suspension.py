@@ -100,7 +100,7 @@ class SuspendArgs:
 
     `timeout_ms` counts from the suspend, by the database clock; `timeout_at` is a time of that clock. Without
     `timeout_behavior`, a timeout given here fails the execution, and a timeout from the execution's policy has the
-    behaviour that the policy names.
+    behaviour that the policy names. `detail` says in words what it waits for.
     """
 
     suspension_id: SuspensionId
@@ -114,6 +114,7 @@ class SuspendArgs:
     timeout_behavior: TimeoutBehavior | None = None
     continuation_metadata_pointer: str | None = None
     idempotency_key: str | None = None
+    detail: str | None = None
 
     if TYPE_CHECKING:
 
@@ -131,6 +132,7 @@ class SuspendArgs:
             timeout_behavior: TimeoutBehavior | str | None = None,
             continuation_metadata_pointer: str | None = None,
             idempotency_key: str | None = None,
+            detail: str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -153,6 +155,8 @@ class SuspendArgs:
             set_field(self, "timeout_behavior", parse_timeout_behavior(self.timeout_behavior))
         if self.continuation_metadata_pointer is not None:
             check_text(self.continuation_metadata_pointer, "continuation_metadata_pointer")
+        if self.detail is not None:
+            check_text(self.detail, "detail")
         key = None if self.idempotency_key == "" else self.idempotency_key
         set_field(self, "idempotency_key", None if key is None else check_short(key, "idempotency_key"))
 

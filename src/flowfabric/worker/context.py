@@ -19,9 +19,11 @@ from flowfabric.model.suspend_outcome import SuspendOutcome
 from flowfabric.model.suspension import SuspendArgs, SuspendDetails, Suspended
 from flowfabric.model.text import check_range, check_short, shown
 from flowfabric.model.waitpoint import PendingWaitpoint
+from flowfabric.worker.budget import BudgetRef
 from flowfabric.worker.callback import Callback
 from flowfabric.worker.codec import codec_of, name_of, reason
 from flowfabric.worker.running import Running
+from flowfabric.worker.spending import Spend, Spender
 from flowfabric.worker.streaming import FLUSH_SECONDS, FrameQueue, FrameWriter, SummaryWriter
 from flowfabric.worker.waits import (
     HandlerSuspended,
@@ -333,6 +335,26 @@ class Context:
             options["timeout_behavior"] = TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL
         await self.suspend(suspend_args(self.attempt_index, options, suspension_id))
         return self._running.signals
+
+    def reserve(self, budget: BudgetRef, *, key: str | None = None, **amounts: int) -> Spend:
+        """Reserve what a block may spend: `async with ctx.reserve(budget, tokens=4000) as spend: ...`.
+
+        `spend.used(tokens=3120)` says what it has really spent. In a `def` handler it is `with`. If the budget has less
+        left, its policy decides: by default BudgetExceeded is raised. `key` names the call, for a handler that leaves
+        out calls when it runs again.
+        """
+        return Spend(self._spender.call(budget, amounts, key))
+
+    async def spend(self, budget: BudgetRef, *, key: str | None = None, **amounts: int) -> None:
+        """Count what is spent of a budget, without a reservation: `await ctx.spend(budget, tokens=120)`.
+
+        If the budget has less left, nothing is counted and its policy decides, as for `reserve`.
+        """
+        await self._spender.call(budget, amounts, key).record()
+
+    @property
+    def _spender(self) -> Spender:
+        return Spender(context=self, running=self._running, engine=self._engine)
 
     async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         return await retry_while_leased(call, self._running)

@@ -10,6 +10,7 @@ import msgspec
 from flowfabric.engine.engine import Engine
 from flowfabric.model.attempt import FailureClass, FailureReason
 from flowfabric.model.errors import InvalidInputError
+from flowfabric.worker.budget import BudgetExceeded
 from flowfabric.worker.context import Context
 from flowfabric.worker.errors import error_type_of, traceback_of
 from flowfabric.worker.handler import Handler
@@ -101,6 +102,8 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
             return Failure(FailureReason(type(error).__name__, detail=HANDLER_ERROR), FailureClass.TRANSIENT)
     if running.is_dropped:
         return Dropped()
+    if running.overspent is not None:
+        return _overspent(running.overspent)
     try:
         return Success(handler.encode_result(result))
     except Exception as error:
@@ -139,6 +142,8 @@ def _outcome_of_error(running: Running, error: BaseException) -> Outcome:
     # Cancelled by the worker. A CancelledError from something that the handler awaited is a failure.
     if running.is_dropped or (isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()):
         return Dropped()
+    if running.overspent is not None:
+        return _overspent(running.overspent)
     match error:
         case _ if _is_permanent(error):
             return _failure(_chain(error), None, error, FailureClass.PERMANENT)
@@ -150,6 +155,10 @@ def _outcome_of_error(running: Running, error: BaseException) -> Outcome:
             )
         case _:
             return _failure(f"handler panicked: {_chain(error)}", HANDLER_PANIC, error)
+
+
+def _overspent(exceeded: Exception) -> Failure:
+    return _failure(_chain(exceeded), None, exceeded, FailureClass.PERMANENT)
 
 
 def _failure(
@@ -167,11 +176,11 @@ def _failure(
 
 
 def _is_permanent(error: BaseException) -> bool:
-    """Whether an error is NoRetry or a group that holds one; `subgroup` fails on deeply nested groups."""
+    """Whether an error is not retried, or a group that holds such a one; `subgroup` fails on deeply nested groups."""
     found = [error]
     while found:
         one = found.pop()
-        if isinstance(one, NoRetry):
+        if isinstance(one, NoRetry) or (isinstance(one, BudgetExceeded) and one.is_final):
             return True
         if isinstance(one, BaseExceptionGroup):
             found += one.exceptions

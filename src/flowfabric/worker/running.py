@@ -4,8 +4,10 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from uuid import UUID
 
 from flowfabric.engine.core.wakeups import LostReason
+from flowfabric.engine.execution.limits import Inherited
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.lease import ClaimedExecution
@@ -28,6 +30,7 @@ class Running:
         "has_left",
         "has_slot",
         "has_started",
+        "heritage",
         "is_dropped",
         "is_handed_back",
         "is_in_thread",
@@ -38,8 +41,11 @@ class Running:
         "loop",
         "lost",
         "on_stop",
+        "overspent",
         "renewed_at",
         "signals",
+        "spent_calls",
+        "spent_keys",
         "task",
         "timer",
         "waiter",
@@ -98,6 +104,14 @@ class Running:
         """Done when the lease is lost; set only if the handler has asked for it."""
         self.waits: dict[str, int] = {}
         """How many times its handler has waited for a signal, by the name of the signal."""
+        self.spent_calls = 0
+        """How many times its handler has reserved or spent something without naming a key."""
+        self.spent_keys: set[tuple[UUID, str]] = set()
+        """The keys that its handler has named, with their budgets."""
+        self.overspent: Exception | None = None
+        """The breach of a budget that fails the execution, whatever its handler does afterwards."""
+        self.heritage: Inherited | None = None
+        """The limits that what its handler submits gets from it; None before they are read."""
 
     def __str__(self) -> str:
         """Return `<execution id> (<kind>)`."""

@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -131,6 +131,8 @@ class Worker:
         self._reconciler: Reconciler | None = None
         self._heartbeat: Heartbeat | None = None
         self._ignore_losses: Callable[[], None] = lambda: None
+        self._before_start: Callable[[], Awaitable[None]] | None = None
+        """Called before the worker registers; the fabric applies the limits of its tasks there."""
 
     @property
     def running(self) -> int:
@@ -237,6 +239,8 @@ class Worker:
         for pause in pauses(*RETRY_SECONDS):
             asked_at = time.monotonic()
             try:
+                if self._before_start is not None:
+                    await self._before_start()
                 await self._registration.enter(self._engine)
                 self._health.answered()
                 return

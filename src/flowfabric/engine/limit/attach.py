@@ -1,5 +1,6 @@
 """Attach budgets and quotas to lanes, namespaces, execution kinds and flows."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 from uuid import UUID
 
@@ -88,6 +89,11 @@ class Attach:
             budget_ids=tuple(row["limit_id"] for row in rows if row["limit_type"] == BUDGET),
             quota_policy_id=next((row["limit_id"] for row in rows if row["limit_type"] == QUOTA), None),
         )
+
+    async def list_quotas_of_kinds(self, kinds: Sequence[str]) -> dict[str, UUID]:
+        """The quota policies that are attached to execution kinds, by kind."""
+        rows = await self._store.fetch(SQL.list_quotas_of_kinds, kinds=list(kinds)) if kinds else []
+        return {row["scope_id"]: row["limit_id"] for row in rows}
 
     async def _attach(self, scope: Scope, limit_type: str, limit_id: UUID) -> Attached | AlreadyAttached:
         async def attach(transaction: Transaction) -> tuple[Attached | AlreadyAttached, list[str]]:

@@ -8,6 +8,11 @@ select limit_type, limit_id from limit_attachment
  where scope_type = :scope_type and scope_id = :scope_id
  order by attached_at, limit_id;
 
+-- name: list_quotas_of_kinds
+-- The quota policies that are attached to these execution kinds.
+select scope_id, limit_id from limit_attachment
+ where scope_type = 'kind' and scope_id = any(:kinds::text[]) and limit_type = 'quota';
+
 -- name: insert_attachment
 -- Attaches a limit to a scope, after those that are attached.
 insert into limit_attachment (scope_type, scope_id, limit_type, limit_id, attached_at, quota_key_no)

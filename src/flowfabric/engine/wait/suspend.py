@@ -284,7 +284,7 @@ def _lease_end(wait: _Wait) -> LeaseEnd:
         handle.execution_id,
         Move.SUSPENDED,
         blocking=blocking_reason_of(wait.args.reason_code),
-        detail=f"suspended: waitpoint {wait.details.waitpoint_id} awaiting {wait.args.reason_code}",
+        detail=wait.args.detail or f"suspended: waitpoint {wait.details.waitpoint_id} awaiting {wait.args.reason_code}",
         suspension_id=wait.args.suspension_id,
         timeout_at=wait.timeout_at,
     )
