@@ -86,6 +86,12 @@ async def _owed(scene: Scene) -> ExecutionId:
     return execution_id
 
 
+async def _blocked(scene: Scene) -> ExecutionId:
+    execution_id = await scene.given.created(lane_id="blocked")
+    await scene.engine.block_execution_for_admission(execution_id, "waiting_for_quota")
+    return execution_id
+
+
 def _shows(column: str, value: str) -> Callable[[Scene, ExecutionId], Awaitable[bool]]:
     async def is_done(scene: Scene, execution_id: ExecutionId) -> bool:
         return (await scene.rows.execution(execution_id))[column] == value  # type: ignore[no-any-return]
@@ -116,6 +122,7 @@ CASES = {
         quarantine="waitpoint_quarantine",
         table="waitpoint",
     ),
+    "unblock": Case(make=_blocked, is_done=_shows("public_state", "waiting"), owner="unblocking"),
     "cancel_reconciler": Case(make=_owed, is_done=_shows("public_state", "cancelled"), owner="cancel_backlog"),
     "retention_trimmer": Case(make=_ended, is_done=_is_gone, owner="retention"),
 }
@@ -124,6 +131,9 @@ UNPOISONED = {
     "silent_sessions",
     "dedup_sweep",
     "claim_grant_expiry",
+    "grant_slots",
+    "quota_guard_expiry",
+    "quota_reconciler",
     "worker_registry_ttl_sweep",
     "worker_identity_trim",
     "stream_expiry",

@@ -164,7 +164,8 @@ class Wakeups:
             self.hints.send(_WORK, ",".join([lane_id.encode().hex(), *texts[: self.MAX_PLACES]]))
 
     def lane(self, lane_id: str) -> None:
-        """Wake the claims of a lane whose state has changed."""
+        """Wake the claims of a lane whose state or whose limits have changed."""
+        self.watermarks.resume()
         self._wake(lane_id)
         self.hints.send(_WORK, lane_id.encode().hex())
 
@@ -329,6 +330,8 @@ class Wakeups:
             return
         for word in words:
             lane, *places = word.split(",")
+            if not places:
+                self.watermarks.resume()
             for place in places:
                 self.watermarks.lower(*map(int, place.split(".")))
             self._wake(bytes.fromhex(lane).decode())
