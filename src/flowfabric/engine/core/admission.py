@@ -40,7 +40,7 @@ class Candidate(NamedTuple):
     nth: int = 0
     """Its position in the order of the claim."""
     hidden_nth: int | None = None
-    """The position of the first one of its queue for which there should be no room, so that the claim has not locked it."""
+    """The position of the first one of its queue for which there should be no room, so that it is not locked."""
     has_guards: bool = False
     """Whether its queue may have executions that were admitted before, and need less."""
 

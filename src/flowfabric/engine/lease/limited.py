@@ -88,8 +88,8 @@ class Round:
     closed_keys: set[int] = field(default_factory=set)
     """The quota keys whose rate lets nothing through that comes after what it has denied."""
     has_denied: bool = False
-    has_missed: bool = False
-    """Whether it has found executions locked that may be within their limits."""
+    missed: list[tuple[int, int]] = field(default_factory=list)
+    """The queues and places of executions that may be within their limits, but were locked."""
     end: int | None = None
     """The position after which it takes nothing: one before it took less of its limits than the estimate assumes."""
     full_queues: dict[int, Sequence[int]] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Round:
     @property
     def hides_others(self) -> bool:
         """Whether others that may be within their limits were not looked at."""
-        return self.has_missed or self.end is not None or (self.is_full and self.has_denied)
+        return bool(self.missed) or self.end is not None or (self.is_full and self.has_denied)
 
     def fill(self, queue_no: int, quota_key_nos: Sequence[int], retry_after_ms: int | None) -> None:
         """Note a queue without room."""
@@ -285,6 +285,7 @@ class LimitedClaims:
         """Take from the queues in the order of their turns until enough is taken or nothing is left."""
         count = rounds = 0
         passed: list[UUID] = []
+        missed: list[tuple[Turns, int, int]] = []
         while count < limit and rounds < MAX_ROUNDS:
             rounds += 1
             since = self._waits.now
@@ -309,8 +310,12 @@ class LimitedClaims:
                 rounds = 0
                 await taken(found.taken)
             passed += found.passed
+            missed += [(turns, *each) for each in found.missed]
             if found.at_reclaim_limit:
                 await self._finish.end_at_reclaim_limit(found.at_reclaim_limit)
+        for turns, queue_no, place in missed:
+            # The next claim may find them free.
+            turns.appeared(queue_no, place)
 
     async def _round_of_spans(
         self,
@@ -503,7 +508,7 @@ def _read(rows: list[Record], reserved: Reserved, reach: int) -> tuple[Round, li
             continue
         found.has_limited = found.has_limited or route_no in reserved.route_nos
         if kind == "missed":
-            found.has_missed = True
+            found.missed.append((row["queue_no"], row["place"]))
             found.passed.append(row["execution_id"])
         elif kind == "kept":
             found.keep(route_no, row["place"])

@@ -159,7 +159,7 @@ union all
 select 'full', null, null, null, m.queue_no, null, null, m.retry_after_ms, null, m.quota_key_nos, null, null, null, null, null, null
   from limited m where m.room <= 0 and m.nth_of_queue = 1
 union all
-select 'missed', null, m.execution_id, null, null, null, null, null, null, null, null, null, null, null, null, null
+select 'missed', null, m.execution_id, null, m.queue_no, m.place, null, null, null, null, null, null, null, null, null, null
   from candidate m
  where m.fits and (m.room is not null or m.span_no > 0) and (m.execution_id in (select p.execution_id from picked p)) is not true
    and ((select count(*) from picked) < :limit or m.nth < (select max(p.nth) from picked p))
