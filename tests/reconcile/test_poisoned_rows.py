@@ -131,6 +131,9 @@ UNPOISONED = {
     "silent_sessions",
     "dedup_sweep",
     "claim_grant_expiry",
+    "grant_slots",
+    "quota_guard_expiry",
+    "quota_reconciler",
     "worker_registry_ttl_sweep",
     "worker_identity_trim",
     "stream_expiry",
@@ -140,8 +143,6 @@ UNPOISONED = {
     "event_partitions",
     "outbox_trim",
     "worker_event_trim",
-    "quota_guard_expiry",
-    "quota_reconciler",
 }
 """Sweeps that only free space: no execution waits for them, and every reader ignores the rows they delete. And
 those of flows, budgets and quotas that write no executions; they have tests of their own."""

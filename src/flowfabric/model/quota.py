@@ -150,6 +150,10 @@ class KeyState:
                 self.entries[nth : nth + 1] = [(moment, left)] if left > 0 else []
                 return
 
+    def retry_after_ms(self, now: int) -> int:
+        """The milliseconds until the oldest tokens leave the window."""
+        return self._free_after(now, 1)
+
     def _free_after(self, now: int, excess: int) -> int:
         """The milliseconds until this many tokens have left the window."""
         for at, tokens in self.entries:

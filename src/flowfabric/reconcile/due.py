@@ -41,6 +41,7 @@ class Due:
     has_due_flows: bool
     has_blocked: bool
     has_quota_keys: bool
+    has_expired_slots: bool
     has_expired_guards: bool
     has_due_budgets: bool
     has_budgets: bool
@@ -104,6 +105,7 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         has_due_flows=oldest_projection_at is not None,
         has_blocked=row["has_blocked"],
         has_quota_keys=row["has_quota_keys"],
+        has_expired_slots=row["has_expired_slots"],
         has_expired_guards=row["has_expired_guards"],
         has_due_budgets=row["has_due_budgets"],
         has_budgets=row["has_budgets"],

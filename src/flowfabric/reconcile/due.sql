@@ -45,11 +45,12 @@ select (select count(*) from claims) as expired_claims,
          where f.project_at > :projected_since::bigint and f.project_at <= (select now from clock)
          order by f.project_at limit 1) as oldest_projection_at,
        exists (select from claim_grant
-                where expires_at <= (select now from clock) - :grant_memory_ms::bigint) as has_old_grants,
+                where expires_at <= (select now from clock) - :grant_memory_ms::bigint and not has_slots) as has_old_grants,
        -- Also those that an operator has blocked, and that are not unblocked by a sweep.
        exists (select from listed where public_state = 'rate_limited') or exists (select from listed where public_state = 'waiting')
          as has_blocked,
        exists (select from quota_key) as has_quota_keys,
+       exists (select from claim_grant where has_slots and expires_at <= (select now from clock)) as has_expired_slots,
        exists (select from quota_admission where guard_until <= (select now from clock) and not has_slot) as has_expired_guards,
        exists (select from worker where lapses_at < (select now from clock)) as has_expired_workers,
        exists (select from worker_identity

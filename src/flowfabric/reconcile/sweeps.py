@@ -11,7 +11,7 @@ from flowfabric.engine.fleet import identities, sessions, workers
 from flowfabric.engine.flow import backlog, blocked, cascade, siblings, summary
 from flowfabric.engine.flow import retention as flow_retention
 from flowfabric.engine.lease import expire
-from flowfabric.engine.limit import block, budget, quota
+from flowfabric.engine.limit import admission, block, budget, quota
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.stream import expire as streams
 from flowfabric.engine.wait import timeout
@@ -117,6 +117,13 @@ SWEEPS = (
         batch=cascade.ENTRY_LIMIT,
         is_due=lambda due: due.has_cascade_entries,
         is_woken_by_timers=True,
+    ),
+    Sweep(
+        "grant_slots",
+        lambda parts: parts.admission.return_expired(),
+        every=lambda _: _seconds(1),
+        batch=admission.EXPIRED_LIMIT,
+        is_due=lambda due: due.has_expired_slots,
     ),
     Sweep(
         "unblock",

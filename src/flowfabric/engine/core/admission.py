@@ -1,6 +1,6 @@
 """What claims need of the limits: which of the executions they have locked they may lease."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 from uuid import UUID
@@ -37,6 +37,12 @@ class Candidate(NamedTuple):
     """The quota keys of which it holds a slot already, by a grant."""
     is_markable: bool = False
     """Whether it is stored as claimable, so that a denial marks it as blocked."""
+    nth: int = 0
+    """Its position in the order of the claim."""
+    hidden_nth: int | None = None
+    """The position of the first one of its queue for which there should be no room, so that it is not locked."""
+    has_guards: bool = False
+    """Whether its queue may have executions that were admitted before, and need less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +50,8 @@ class Admitted:
     """It may be leased; these are the quota keys of which it then holds a slot."""
 
     slot_keys: Sequence[int] = ()
+    end: int | None = None
+    """The position after which the claim takes nothing before it looks again: it has taken less than it might have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,18 +62,33 @@ class Denied:
     detail: str
     retry_after_ms: int | None = None
     """When it may be tried again, if no other execution gives something back before."""
+    closed_keys: Sequence[int] = ()
+    """The quota keys whose rate it waits for, which admit nothing that comes after it."""
+    end: int | None = None
+    """The position after which the claim takes nothing before it looks again."""
 
 
 class Admissions(Protocol):
     """Decides which executions of a claim are within their limits."""
 
-    async def admit(self, transaction: Transaction, candidates: Sequence[Candidate]) -> Sequence[Admitted | Denied]:
+    async def admit(
+        self, transaction: Transaction, candidates: Sequence[Candidate], *, closed_keys: Collection[int] = ()
+    ) -> Sequence[Admitted | Denied | None]:
         """Admit locked executions in the order given, as far as their limits allow, and book what they take.
 
-        The first that is denied of each queue is marked as blocked. Locks what it changes until the transaction ends.
+        None for those that come after an `end`.
+
+        The first that is denied of each queue is marked as blocked. A rate that alone has denied an execution
+        admits none after it, nor do those of `closed_keys`, so that a heavy one is not passed by lighter ones for ever.
+        Locks what it changes until the transaction ends.
         """
         ...
 
-    async def take_slots(self, transaction: Transaction, partition_key: int, execution_id: UUID) -> Sequence[int]:
-        """Take the slots of a locked execution without a test; return the quota keys of which it then holds one."""
+    async def take_slots(
+        self, transaction: Transaction, execution_id: UUID, quota_key_nos: Sequence[int], held: Sequence[int]
+    ) -> Sequence[int]:
+        """Take the slots of a locked execution without a test; return the quota keys of which it then holds one.
+
+        These keys limit it, and it holds slots of the keys `held` already.
+        """
         ...

@@ -283,8 +283,10 @@ class LockedWithGrant(LockedExecution, frozen=True, kw_only=True):
     lane_id: str
     lane_state: str
     required: list[str]
-    has_limits: bool
-    """Whether its queue has quotas."""
+    quota_key_nos: list[int]
+    """The keys of the quotas that limit it."""
+    slot_keys: list[int]
+    """The quota keys of which it holds a slot."""
     policy: str | None
     grant_kind: str | None
     grant_worker_id: str | None

@@ -164,8 +164,9 @@ class Wakeups:
             self.hints.send(_WORK, ",".join([lane_id.encode().hex(), *texts[: self.MAX_PLACES]]))
 
     def lane(self, lane_id: str) -> None:
-        """Wake the claims of a lane whose state or limits have changed."""
-        self._lane_changed(lane_id)
+        """Wake the claims of a lane whose state or whose limits have changed."""
+        self.watermarks.resume()
+        self._wake(lane_id)
         self.hints.send(_WORK, lane_id.encode().hex())
 
     def wake(self, lanes: Iterable[str]) -> None:
@@ -276,11 +277,6 @@ class Wakeups:
         for lane in {*self._waiting, *self._wakes}:
             self._wake(lane)
 
-    def _lane_changed(self, lane_id: str) -> None:
-        for turns in self.watermarks.all_turns():
-            turns.resume()
-        self._wake(lane_id)
-
     def _call_soon(self, callback: Callable[[], None]) -> None:
         """Call a function in the event loop of this engine, from any thread; do nothing if the loop has ended."""
         with suppress(RuntimeError):
@@ -334,12 +330,11 @@ class Wakeups:
             return
         for word in words:
             lane, *places = word.split(",")
+            if not places:
+                self.watermarks.resume()
             for place in places:
                 self.watermarks.lower(*map(int, place.split(".")))
-            if places:
-                self._wake(bytes.fromhex(lane).decode())
-            else:
-                self._lane_changed(bytes.fromhex(lane).decode())
+            self._wake(bytes.fromhex(lane).decode())
 
 
 def _stream_word(execution_id: ExecutionId) -> str:

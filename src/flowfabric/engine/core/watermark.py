@@ -158,6 +158,11 @@ class Watermarks:
             turns = self._turns[claim] = Turns(self._clock)
         return turns
 
+    def resume(self) -> None:
+        """Choose all queues again: limits may have changed."""
+        for turns in self._turns.values():
+            turns.resume()
+
     def all_turns(self) -> Iterable[Turns]:
         """The turns of every kind of claim."""
         return self._turns.values()

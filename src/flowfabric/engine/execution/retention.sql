@@ -265,12 +265,12 @@ with expired as (
 select count(*) as purged from expired;
 
 -- name: take_old_grants
--- Deletes grants that expired more than :grant_memory_ms ago; returns how many.
+-- Deletes grants that expired more than :grant_memory_ms ago and whose slots were returned; returns how many.
 with expired as (
   delete from claim_grant
    where ctid = any(array(
          select ctid from claim_grant
-          where expires_at <= (select ff_now()) - :grant_memory_ms::bigint
+          where expires_at <= (select ff_now()) - :grant_memory_ms::bigint and not has_slots
           order by expires_at limit :limit for update skip locked))
   returning 1)
 select count(*) as purged from expired;

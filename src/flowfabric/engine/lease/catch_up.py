@@ -1,4 +1,4 @@
-"""Due work that a claim does itself when no reconciler runs in this process: expire leases, promote delays."""
+"""Due work that a claim does itself when no reconciler runs in this process: leases, delays and slots of grants."""
 
 import logging
 import math
@@ -27,6 +27,8 @@ class _DueWork:
     name: str
     run_batch: Callable[[int], Awaitable[SweepResult]]
     """Process one batch of what was due after this time."""
+    is_for_any_lane: bool = False
+    """Whether it may help any lane."""
     failures: int = 0
     next_try_at: float = -math.inf
 
@@ -34,10 +36,13 @@ class _DueWork:
 class CatchUp:
     """Makes expired leases and elapsed delays claimable without waiting for a sweep."""
 
-    def __init__(self, expiry: LeaseExpiry, delays: Delays) -> None:
+    def __init__(
+        self, expiry: LeaseExpiry, delays: Delays, return_slots: Callable[[int], Awaitable[SweepResult]]
+    ) -> None:
         self._due_work = (
             _DueWork("expired leases", expiry.mark_since),
             _DueWork("elapsed delays", delays.promote_since),
+            _DueWork("slots of expired grants", return_slots, is_for_any_lane=True),
         )
         self._last_run_at = -math.inf
         self.is_left_to_sweeps = False
@@ -75,7 +80,7 @@ class CatchUp:
         # Work is processed in the order of its due times, so full batches for other lanes may come first.
         for _ in range(MAX_BATCHES):
             batch = await due.run_batch(0)
-            if any(each.lane_id in lanes for each in batch.work):
+            if (due.is_for_any_lane and batch.done) or any(each.lane_id in lanes for each in batch.work):
                 return True
             if not batch.is_full:
                 break

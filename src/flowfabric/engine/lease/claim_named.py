@@ -1,7 +1,7 @@
 """Claims of one execution by its id: lock the row, check it, lease it."""
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 from uuid import UUID
@@ -253,10 +253,9 @@ class NamedClaims:
             timeout_ms = lease.timeout_ms or None
         else:
             timeout_ms = locked.remaining_attempt_timeout_ms if branch == "resumed" else locked.attempt_timeout_ms
-        slot_keys: Sequence[int] = ()
-        if locked.has_limits:
-            key = locked.partition_key, locked.execution_id
-            slot_keys = await self._admissions.take_slots(transaction, *key)
+        slot_keys = await self._admissions.take_slots(
+            transaction, locked.execution_id, locked.quota_key_nos, locked.slot_keys
+        )
         (row,) = await transaction.fetch(
             SQL.lease_locked,
             partition_key=locked.partition_key,

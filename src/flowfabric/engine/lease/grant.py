@@ -252,9 +252,9 @@ class Grants:
         It takes the execution's slots without a test, unless admission has taken them already (`slot_keys`).
         """
         if slot_keys is None:
-            slot_keys = ()
-            if locked.has_limits:
-                slot_keys = await self._admissions.take_slots(transaction, locked.partition_key, locked.execution_id)
+            slot_keys = await self._admissions.take_slots(
+                transaction, locked.execution_id, locked.quota_key_nos, locked.slot_keys
+            )
         key = await self._keys.signing(transaction, locked.signing_kid, locked.signing_since)
         expires_at_ms = locked.now + grantee.grant_ttl_ms
         execution_id = locked.id

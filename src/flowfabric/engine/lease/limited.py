@@ -1,9 +1,9 @@
 """Claims on lanes with limits: pick candidates, admit those within their limits, lease them, in one transaction."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
@@ -31,6 +31,8 @@ REACH = 50
 MAX_REACH = 4000
 MAX_KINDS = 1024
 """How many kinds of claims are cached."""
+MAX_ROUNDS = 20
+"""How many rounds a claim makes to find others behind executions that are locked or were denied."""
 MAX_QUEUES = 100_000
 """How many queues are cached; each key of a quota has its own."""
 DEEP_SECONDS = 10.0
@@ -83,8 +85,15 @@ class Round:
 
     taken: Sequence[Record] = ()
     at_reclaim_limit: list[tuple[ExecutionId, int]] = field(default_factory=list)
-    refused: list[UUID] = field(default_factory=list)
-    """The executions at their reclaim limit."""
+    passed: list[UUID] = field(default_factory=list)
+    """What the next round must not find again: executions at their reclaim limit, locked ones, and those denied."""
+    closed_keys: set[int] = field(default_factory=set)
+    """The quota keys whose rate lets nothing through that comes after what it has denied."""
+    has_denied: bool = False
+    missed: list[tuple[int, int]] = field(default_factory=list)
+    """The queues and places of executions that may be within their limits, but were locked."""
+    end: int | None = None
+    """The position after which it takes nothing: one before it took less of its limits than the estimate assumes."""
     full_queues: dict[int, Sequence[int]] = field(default_factory=dict)
     """The queues that have no room, and the quota keys that limit them."""
     spans: dict[int, tuple[int, int | None]] = field(default_factory=dict)
@@ -101,6 +110,11 @@ class Round:
     """When one of them may have room, unless another execution makes room before."""
     scan_us: int | None = None
     cut_at: int | None = None
+
+    @property
+    def hides_others(self) -> bool:
+        """Whether others that may be within their limits were not looked at."""
+        return bool(self.missed) or self.end is not None or (self.is_full and self.has_denied)
 
     def fill(self, queue_no: int, quota_key_nos: Sequence[int], retry_after_ms: int | None) -> None:
         """Note a queue without room."""
@@ -202,16 +216,18 @@ class LimitedClaims:
     ) -> bool:
         """Search until enough is taken or nothing is left; return whether there are executions with limits."""
         count = 0
-        refused: list[UUID] = []
+        passed: list[UUID] = []
         full: set[int] = set()
+        closed_keys: set[int] = set()
         has_limited = False
-        scanned_to = 0
+        rounds = scanned_to = 0
         reach = limit + REACH
         where: Mapping[str, object] = {}
         while count < limit:
             # A scan that was cut short continues in the same spans: new ones would start a full scan again.
             where = {**where, "scanned_to": scanned_to} if scanned_to else scan.where
-            given = {**where, "skipped": refused, "passed_queues": [*full]}
+            given = {**where, "skipped": passed, "passed_queues": [*full], "closed_keys": [*closed_keys]}
+            since = self._waits.now
             try:
                 found = await self._round(
                     given, reserved, take, limit=limit - count, slots=max(0, slots - count), reach=reach
@@ -222,7 +238,7 @@ class LimitedClaims:
                 # The caller must get what the earlier rounds have taken.
                 break
             has_limited = has_limited or found.has_limited
-            self._waits.add(wanted.lanes, found.full_queues.items(), found.retry_after_ms)
+            self._waits.add(wanted.lanes, found.full_queues.items(), found.retry_after_ms, since=since)
             self._raise(scan.watermarks, found, appeared)
             if found.taken:
                 count += len(found.taken)
@@ -238,13 +254,16 @@ class LimitedClaims:
                 await self._search_in_turns(reserved, wanted, take, taken, limit=min(limit, slots) - count)
                 break
             if found.at_reclaim_limit:
-                # If one cannot be ended, the next round must not find it again.
-                refused += found.refused
                 await self._finish.end_at_reclaim_limit(found.at_reclaim_limit)
-            elif reach < MAX_REACH and (found.is_at_reach or (found.is_full and found.full_queues.keys() - full)):
+            passed += found.passed
+            closed_keys |= found.closed_keys
+            full |= found.full_queues.keys()
+            rounds += 1
+            if found.is_at_reach and reach < MAX_REACH:
                 # Their entries have taken the place of others that may be within their limits.
-                full |= found.full_queues.keys()
                 reach = min(4 * reach, MAX_REACH)
+                scanned_to = 0
+            elif found.at_reclaim_limit or (rounds < MAX_ROUNDS and found.hides_others):
                 scanned_to = 0
             elif not scanned_to:
                 if count:
@@ -253,7 +272,14 @@ class LimitedClaims:
                     scan.watermarks.end()
                 elif not await self._catch_up.run(wanted.lanes, min_interval_seconds=0):
                     break
-        return has_limited
+        # Enough was taken before the first entry with limits was read: there may be some behind.
+        return has_limited or (count >= limit and await self._has_entries(reserved))
+
+    async def _has_entries(self, reserved: Reserved) -> bool:
+        """Whether the routes with limits have entries."""
+        (row,) = await self._store.fetch(SQL.read_has_entries, route_nos=sorted(reserved.route_nos))
+        has_entries: bool = row["has_entries"]
+        return has_entries
 
     async def _search_in_turns(
         self,
@@ -265,9 +291,12 @@ class LimitedClaims:
         limit: int,
     ) -> None:
         """Take from the queues in the order of their turns until enough is taken or nothing is left."""
-        count = 0
-        refused: list[UUID] = []
-        while count < limit:
+        count = rounds = 0
+        passed: list[UUID] = []
+        missed: list[tuple[Turns, int, int]] = []
+        while count < limit and rounds < MAX_ROUNDS:
+            rounds += 1
+            since = self._waits.now
             turns = await self._heads.turns_of(wanted, (*wanted.capabilities, *reserved.capabilities))
             with turns.scanning() as changes:
                 spans = turns.choose(limit - count, turns.now_ms)
@@ -277,21 +306,24 @@ class LimitedClaims:
                     turns.expire()
                     continue
                 try:
-                    found = await self._round_of_spans(
-                        turns, spans, reserved, take, limit=limit - count, refused=refused
-                    )
+                    found = await self._round_of_spans(turns, spans, reserved, take, limit=limit - count, passed=passed)
                 except EngineError:
                     if not count:
                         raise
                     break
                 _record(turns, spans, found, changes)
-            self._waits.add(wanted.lanes, found.full_queues.items(), found.retry_after_ms)
+            self._waits.add(wanted.lanes, found.full_queues.items(), found.retry_after_ms, since=since)
             if found.taken:
                 count += len(found.taken)
+                rounds = 0
                 await taken(found.taken)
+            passed += found.passed
+            missed += [(turns, *each) for each in found.missed]
             if found.at_reclaim_limit:
-                refused += found.refused
                 await self._finish.end_at_reclaim_limit(found.at_reclaim_limit)
+        for turns, queue_no, place in missed:
+            # The next claim may find them free.
+            turns.appeared(queue_no, place)
 
     async def _round_of_spans(
         self,
@@ -301,7 +333,7 @@ class LimitedClaims:
         take: Take,
         *,
         limit: int,
-        refused: Sequence[UUID],
+        passed: Sequence[UUID],
     ) -> Round:
         """Pick from spans of queues, admit and take in one transaction."""
 
@@ -309,8 +341,9 @@ class LimitedClaims:
             rows = await transaction.fetch(
                 SQL.pick_candidates,
                 **NO_ROUTES,
-                skipped=refused,
+                skipped=passed,
                 passed_queues=(),
+                closed_keys=(),
                 reach=0,
                 limit=sum(span.share for span in spans),
                 queue_nos=[span.queue_no for span in spans],
@@ -323,7 +356,7 @@ class LimitedClaims:
             numbers = {(span.queue_no, span.first_place >> BAND_BITS): number for number, span in enumerate(spans)}
             places = [(numbers[row["queue_no"], row["place"] >> BAND_BITS], row["place"]) for row in picked]
             ordered = [picked[at] for at in turns.order(spans, places)][:limit]
-            await self._take(transaction, found, ordered, take, len(ordered))
+            await self._take(transaction, found, ordered, take, len(ordered), None)
             leased = {row["execution_id"] for row in found.taken}
             for row, (number, place) in zip(picked, places, strict=True):
                 if row["execution_id"] not in leased:
@@ -334,10 +367,16 @@ class LimitedClaims:
         return await self._store.transact(claim)
 
     async def _take(
-        self, transaction: Transaction, found: Round, picked: Sequence[Record], take: Take, slots: int
+        self,
+        transaction: Transaction,
+        found: Round,
+        picked: Sequence[Record],
+        take: Take,
+        slots: int,
+        closed_keys: Collection[int] | None,
     ) -> None:
         """Admit candidates and take what is admitted."""
-        chosen = await self._admitted(transaction, found, picked, slots)
+        chosen = await self._admitted(transaction, found, picked, slots, closed_keys)
         if chosen:
             found.taken = await take(transaction, chosen, slots)
             taken = {row["execution_id"] for row in found.taken}
@@ -349,6 +388,8 @@ class LimitedClaims:
         self, where: Mapping[str, object], reserved: Reserved, take: Take, *, limit: int, slots: int, reach: int
     ) -> Round:
         """Pick from the routes, admit and take in one transaction."""
+
+        closed_keys = cast("Collection[int]", where["closed_keys"])
 
         async def claim(transaction: Transaction) -> Round:
             rows = await transaction.fetch(
@@ -364,30 +405,43 @@ class LimitedClaims:
             )
             found, picked = _read(rows, reserved, reach)
             found.is_full = len(picked) == limit
-            await self._take(transaction, found, picked, take, slots)
+            await self._take(transaction, found, picked, take, slots, closed_keys)
             return found
 
         return await self._store.transact(claim)
 
     async def _admitted(
-        self, transaction: Transaction, found: Round, picked: Sequence[Record], slots: int
+        self,
+        transaction: Transaction,
+        found: Round,
+        picked: Sequence[Record],
+        slots: int,
+        closed_keys: Collection[int] | None,
     ) -> list[Chosen]:
         """The candidates to take, in order."""
         limited = [row for row in picked[:slots] if row["quota_key_nos"] is not None]
-        verdicts: dict[UUID, Admitted | Denied] = {}
+        verdicts: dict[UUID, Admitted | Denied | None] = {}
         if limited:
-            judged = await self._admissions.admit(transaction, [_candidate(row) for row in limited])
+            candidates = [_candidate(row, is_in_order=closed_keys is not None) for row in limited]
+            judged = await self._admissions.admit(transaction, candidates, closed_keys=closed_keys or ())
             verdicts = {row["execution_id"]: verdict for row, verdict in zip(limited, judged, strict=True)}
         chosen: list[Chosen] = []
         for row in picked:
             verdict = verdicts.get(row["execution_id"])
-            if row["quota_key_nos"] is None:
-                chosen.append((row, ()))
+            if isinstance(verdict, Admitted | Denied) and verdict.end is not None:
+                found.end = verdict.end if found.end is None else min(found.end, verdict.end)
+            if found.end is not None and row["nth"] > found.end:
+                found.keep(row["route_no"], row["place"])
+            elif row["quota_key_nos"] is None:
+                chosen.append((row, row["slot_keys"] or ()))
             elif isinstance(verdict, Admitted):
                 chosen.append((row, verdict.slot_keys))
             else:
                 found.keep(row["route_no"], row["place"])
                 if isinstance(verdict, Denied):
+                    found.has_denied = True
+                    found.passed.append(row["execution_id"])
+                    found.closed_keys.update(verdict.closed_keys)
                     found.fill(row["queue_no"], row["quota_key_nos"], verdict.retry_after_ms)
         return chosen
 
@@ -463,11 +517,14 @@ def _read(rows: list[Record], reserved: Reserved, reach: int) -> tuple[Round, li
             found.spans[row["weight"] - 1] = row["lease_epoch"], row["place"]
             continue
         found.has_limited = found.has_limited or route_no in reserved.route_nos
-        if kind == "kept":
+        if kind == "missed":
+            found.missed.append((row["queue_no"], row["place"]))
+            found.passed.append(row["execution_id"])
+        elif kind == "kept":
             found.keep(route_no, row["place"])
         elif kind == "reclaim_limit":
             found.keep(route_no, row["place"])
-            found.refused.append(row["execution_id"])
+            found.passed.append(row["execution_id"])
             execution_id = format_execution_id(row["partition_key"], row["execution_id"])
             found.at_reclaim_limit.append((execution_id, row["lease_epoch"]))
         else:
@@ -494,7 +551,7 @@ def _record(turns: Turns, spans: Sequence[Span], found: Round, changes: Changes)
         turns.pause(queue_no, PAUSE_SECONDS, changes=changes)
 
 
-def _candidate(row: Record) -> Candidate:
+def _candidate(row: Record, *, is_in_order: bool) -> Candidate:
     return Candidate(
         partition_key=row["partition_key"],
         execution_id=row["execution_id"],
@@ -504,4 +561,7 @@ def _candidate(row: Record) -> Candidate:
         weight=row["weight"],
         slot_keys=row["slot_keys"] or (),
         is_markable=row["is_markable"],
+        nth=row["nth"],
+        hidden_nth=row["hidden_nth"] if is_in_order else None,
+        has_guards=row["has_guards"],
     )

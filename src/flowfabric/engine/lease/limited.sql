@@ -5,15 +5,23 @@ select r.route_no, c.required, l.fair_by is not null or l.ageing_ms is not null 
   from lane l join route r using (lane_no) join capability_set c using (capability_set_no)
  where l.lane_id = any(:lanes::text[]) and exists (select from unnest(c.required) as x(capability) where starts_with(x.capability, :limited));
 
+-- name: read_has_entries
+-- Whether one of these routes has an entry.
+select exists (
+       select from unnest(:route_nos::int[]) as i(route_no)
+        cross join lateral (select from ready r where r.route_no = i.route_no order by r.place limit 1) r) as has_entries;
+
 -- name: pick_candidates
 -- Locks the best executions that may be within their limits: of the routes that the capabilities match, of which it reads at most :reach
 -- entries in their order, and of the given spans of queues. Of a queue with limits it locks as many as it has room for, or its first
--- one if it has none, so that its head is marked as blocked, and executions admitted within the window, which need no second token.
--- The room is an estimate from rows that are not locked: admission decides.
+-- one if it has none, so that its head is marked as blocked, and those that need less room: admitted before, or with an expired grant.
+-- The room is an estimate from rows that are not locked: admission decides. The rates of :closed_keys have no room; of :passed_queues
+-- it locks only executions that need less room.
 -- Returns the candidates; for each route and priority the first entry that is none ('kept'); for each span the first entry that is none
 -- and how many it has read ('span'); the queues without room ('full'), with the time after which one that has reached a rate may have
--- room in the column weight; and as the last row ('read') the number of entries read, whether the scan of the routes was cut short, and where, and after a full scan its
--- time on the server in microseconds.
+-- room in the column weight; executions that would be candidates but are locked or have just changed ('missed'); and as the last row
+-- ('read') the number of entries read, whether the scan of the routes was cut short, and where, and after a full scan its time on the
+-- server in microseconds.
 with clock as materialized (select ff_now() as now),
 -- include: claim.routes
 ,
@@ -27,7 +35,9 @@ spanned as not materialized (
     join lane l on l.lane_no = q.lane_no and l.state in ('active', 'draining')
    cross join lateral (
          select * from entry r
-          where r.queue_no = s.queue_no and r.place between s.first_place and s.last_place order by r.place limit s.share) r
+          where r.queue_no = s.queue_no and r.place between s.first_place and s.last_place
+            and (r.granted_until is null or r.granted_until <= (select now from clock)) and r.execution_id <> all(:skipped::uuid[])
+          order by r.place limit s.share) r
 ),
 scanned as materialized (
   select r.* from scan r where not :is_filtered::boolean or r.queue_no in (select queue_no from wanted) limit :reach
@@ -38,19 +48,18 @@ raw as materialized (
 seen as materialized (
   select r.*, row_number() over (partition by r.queue_no order by r.nth) as nth_of_queue
     from raw r
-   where (r.granted_until is null or r.granted_until <= (select now from clock))
-     and r.queue_no <> all(:passed_queues::int[]) and r.execution_id <> all(:skipped::uuid[])
+   where (r.granted_until is null or r.granted_until <= (select now from clock)) and r.execution_id <> all(:skipped)
 ),
 -- The limits of each queue, read once for its first entry and given to the others by the window: a join would compare all pairs.
 limited as materialized (
-  select s.nth, s.nth_of_queue, s.route_no, s.queue_no, s.place, s.partition_key, s.execution_id, s.tid,
-         first_value(m.quota_key_nos) over w as quota_key_nos, first_value(m.budget_detail) over w as budget_detail,
-         first_value(m.room) over w as room, first_value(m.slots) over w as slots, first_value(m.tokens) over w as tokens,
-         m.retry_after_ms
+  select s.nth, s.nth_of_queue, s.span_no, s.route_no, s.queue_no, s.place, s.partition_key, s.execution_id, s.granted_until, s.tid,
+         s.queue_no = any(:passed_queues::int[]) as is_passed, first_value(m.quota_key_nos) over w as quota_key_nos,
+         first_value(m.budget_detail) over w as budget_detail, first_value(m.room) over w as room, first_value(m.slots) over w as slots,
+         first_value(m.tokens) over w as tokens, first_value(m.has_guards) over w as has_guards, m.retry_after_ms
     from seen s
     left join lateral (
-         select q.quota_key_nos, b.detail as budget_detail, k.slots, k.tokens, k.retry_after_ms,
-                least(k.slots, k.tokens, case when b.detail is not null then 0 end) as room
+         select q.quota_key_nos, b.detail as budget_detail, k.slots, k.tokens, k.has_guards, k.retry_after_ms,
+                case when b.detail is not null then 0 else k.room end as room
            from queue q
            left join lateral (
                 select 'budget ' || b.budget_id || ': ' || u.dimension || ' ' || u.used || '/' || u.hard_limit as detail
@@ -65,14 +74,15 @@ limited as materialized (
                        offset 0) u
                  order by b.nth, u.dimension limit 1) b on true
           cross join lateral (
-                select min(p.max_concurrent - k.taken + t.returned) filter (where p.max_concurrent > 0) as slots,
-                       min(p.max_requests_per_window - w.tokens) filter (where p.max_requests_per_window > 0) as tokens,
-                       max(w.retry_after_ms) filter (where p.max_requests_per_window > 0 and w.tokens >= p.max_requests_per_window) as retry_after_ms
-                  from unnest(q.quota_key_nos) as n(quota_key_no)
+                select array_agg(r.slots order by n.nth) as slots, array_agg(r.tokens order by n.nth) as tokens,
+                       least(min(r.slots), min(r.tokens)) as room,
+                       bool_or((select true from quota_admission g where g.quota_key_no = k.quota_key_no limit 1) is not null) as has_guards,
+                       max(w.retry_after_ms) filter (where r.tokens <= 0) as retry_after_ms
+                  from unnest(q.quota_key_nos) with ordinality as n(quota_key_no, nth)
                  cross join lateral (select k.* from quota_key k where k.quota_key_no = n.quota_key_no limit 1) k
-                 cross join lateral (
+                  left join lateral (
                        select p.* from quota_policy p
-                        where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p
+                        where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p on true
                  cross join lateral (
                        select coalesce(sum(t.returned), 0) + (
                                 select count(*) from quota_admission g
@@ -82,16 +92,42 @@ limited as materialized (
                        select coalesce(sum(w.tokens), 0) as tokens, min(w.at) - s.since as retry_after_ms
                          from (select (select now from clock) - coalesce(nullif(p.window_seconds, 0), 60) * 1000 as since) s
                          left join unnest(k.window_ats, k.window_tokens) w(at, tokens) on w.at > s.since
-                        group by s.since offset 0) w) k
+                        group by s.since offset 0) w
+                 cross join lateral (
+                       select case when p.max_concurrent > 0 then p.max_concurrent - k.taken + t.returned end as slots,
+                              case when p.max_requests_per_window > 0 then
+                                case when k.quota_key_no = any(:closed_keys::int[]) then 0 else p.max_requests_per_window - w.tokens end
+                              end as tokens) r) k
           where q.queue_no = s.queue_no and s.nth_of_queue = 1 and (q.quota_key_nos <> '{}' or q.budget_ids <> '{}') limit 1) m on true
   window w as (partition by s.queue_no order by s.nth)
 ),
+-- fits: there may be room for it. An execution that was admitted before needs no second token of the key, or has a slot; others with a
+-- guard or a grant are looked at one by one.
+candidate as materialized (
+  select s.*, s.room is null or (not s.is_passed and s.nth_of_queue <= s.room) or a.is_admitted as fits
+    from limited s
+   cross join lateral (
+         select case when s.room is null or (not s.is_passed and s.nth_of_queue <= s.room) or s.budget_detail is not null then false
+                     when s.granted_until is not null then true
+                     when s.has_guards then not exists (
+                       select from unnest(s.quota_key_nos, s.slots, s.tokens) as n(quota_key_no, slots, tokens)
+                         left join lateral (
+                              select g.has_slot from quota_admission g
+                               where g.quota_key_no = n.quota_key_no and g.execution_id = s.execution_id
+                                 and not g.is_released and g.guard_until > (select now from clock) limit 1) g on true
+                        where (n.tokens < s.nth_of_queue and g.has_slot is null) or (n.slots <= 0 and g.has_slot is not true))
+                     else false end as is_admitted offset 0) a
+   where s.room is null or a.is_admitted or (not s.is_passed and (s.nth_of_queue <= s.room or s.nth_of_queue = 1))
+),
+-- The first entry of each queue for which the estimate leaves no room; if one before it takes less, it may have.
+hidden as materialized (
+  select l.queue_no, min(l.nth) as nth from limited l
+   where (l.nth in (select c.nth from candidate c)) is not true group by l.queue_no
+),
 picked as materialized (
-  select s.nth, s.route_no, s.queue_no, s.place, s.tid, s.quota_key_nos, s.budget_detail, e.*
-    from (select s.* from limited s
-           where s.room is null or s.nth_of_queue <= greatest(s.room, 1)
-              or (s.budget_detail is null and s.tokens < s.nth_of_queue and coalesce(s.slots >= s.nth_of_queue, true))
-           order by s.nth) s
+  select s.nth, s.route_no, s.queue_no, s.place, s.tid, s.quota_key_nos, s.budget_detail, s.has_guards,
+         (select h.nth from hidden h where h.queue_no = s.queue_no) as hidden_nth, e.*
+    from (select s.* from candidate s order by s.nth) s
    cross join lateral (select from ready l where l.ctid = s.tid for update skip locked) l
    cross join lateral (
          select e.partition_key, e.execution_id, e.lease_epoch, coalesce(e.quota_weight, 1) as weight,
@@ -103,36 +139,36 @@ picked as materialized (
             and (e.eligibility_state in ('eligible_now', 'blocked_by_quota', 'blocked_by_budget')
                  or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
             and (e.granted_until is null or e.granted_until <= (select now from clock))
-            and (s.room is null or s.nth_of_queue <= s.room
-                 or (s.nth_of_queue = 1 and e.eligibility_state = 'eligible_now')
-                 or (e.attempt_count > 0 and exists (
-                       select from quota_admission g
-                        where g.quota_key_no = any(s.quota_key_nos) and g.execution_id = e.execution_id
-                          and not g.is_released and g.guard_until > (select now from clock))))
+            and (s.fits or e.eligibility_state = 'eligible_now')
             for update skip locked) e
    limit :limit
 )
 select p.branch, p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place, p.lease_epoch, p.weight, p.slot_keys, p.quota_key_nos,
-       p.budget_detail, p.is_markable, p.tid as entry
+       p.budget_detail, p.is_markable, p.tid as entry, p.nth, p.hidden_nth, p.has_guards
   from picked p
 union all
-select 'kept', null, null, r.route_no, null, min(r.place), null, null, null, null, null, null, null
+select 'kept', null, null, r.route_no, null, min(r.place), null, null, null, null, null, null, null, null, null, null
   from raw r
  -- `(... in (...)) is not true` makes the planner use a hashed subplan instead of a nested loop.
  where (r.execution_id in (select p.execution_id from picked p)) is not true
  group by r.route_no, r.place >> 48
 union all
 select 'span', null, null, null, null, min(r.place) filter (where (r.execution_id in (select p.execution_id from picked p)) is not true),
-       count(*), r.span_no, null, null, null, null, null
+       count(*), r.span_no, null, null, null, null, null, null, null, null
   from raw r where r.span_no > 0 group by r.span_no
 union all
-select 'full', null, null, null, m.queue_no, null, null, m.retry_after_ms, null, m.quota_key_nos, null, null, null
+select 'full', null, null, null, m.queue_no, null, null, m.retry_after_ms, null, m.quota_key_nos, null, null, null, null, null, null
   from limited m where m.room <= 0 and m.nth_of_queue = 1
+union all
+select 'missed', null, m.execution_id, null, m.queue_no, m.place, null, null, null, null, null, null, null, null, null, null
+  from candidate m
+ where m.fits and (m.room is not null or m.span_no > 0) and (m.execution_id in (select p.execution_id from picked p)) is not true
+   and ((select count(*) from picked) < :limit or m.nth < (select max(p.nth) from picked p))
 union all
 select 'read', null, null, null, null, c.ninth, c.scanned,
        case when cardinality(:span_sources) = 0
          then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end, null, null, null,
-       c.ninth is not null and c.scanned < :reach, null
+       c.ninth is not null and c.scanned < :reach, null, null, null, null
   from (select (select max(ninth) from chosen) as ninth, (select count(*) from scanned) as scanned) c;
 
 -- name: lease_admitted

@@ -1,28 +1,27 @@
--- name: lock_admitting_keys
--- Locks quota keys in order, and reads their limits and what they have admitted. Slots given back since the statement began are not
--- seen: the number in use is never too low. The slots of expired guards are free. Keys of undefined quotas have no limits.
+-- name: read_admitting_keys
+-- What quota keys that the transaction has locked have admitted, with their limits, and then the guards of the given pairs of quota key and
+-- execution: whether they are live, so that no second token is taken, and whether they hold a slot. The slots of expired guards are free.
+-- Keys of undefined quotas have no limits.
 with clock as materialized (select ff_now() as now)
-select k.quota_key_no, k.quota_policy_id,
-       k.taken - coalesce((select sum(t.returned) from slot_return t where t.quota_key_no = k.quota_key_no), 0)::bigint
+select k.quota_key_no, null::uuid as execution_id, k.quota_policy_id,
+       k.taken - (select coalesce(sum(t.returned), 0)::bigint from slot_return t where t.quota_key_no = k.quota_key_no)
          - (select count(*) from quota_admission g
              where g.quota_key_no = k.quota_key_no and g.has_slot and g.guard_until <= c.now) as used,
-       k.window_ats, k.window_tokens, p.window_seconds, p.max_requests_per_window, p.max_concurrent, p.jitter_ms,
-       (select true from quota_admission g where g.quota_key_no = k.quota_key_no limit 1) is not null as has_guards, c.now
-  from quota_key k
- cross join clock c
+       k.window_ats, k.window_tokens, p.window_seconds, p.max_requests_per_window, p.max_concurrent, p.jitter_ms, c.now,
+       null::boolean as is_live, null::boolean as has_slot, null::bigint as token_at
+  from clock c
+ cross join unnest(:quota_key_nos::int[]) as i(quota_key_no)
+ cross join lateral (select k.* from quota_key k where k.quota_key_no = i.quota_key_no limit 1) k
   left join lateral (
        select p.* from quota_policy p
         where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p on true
- where k.quota_key_no = any(:quota_key_nos::int[])
- order by k.quota_key_no
-   for update of k;
-
--- name: list_guards
--- The guards of the given pairs of quota key and execution: whether they are live, and hold a slot.
-select i.nth - 1 as at, g.guard_until > :now and not g.is_released as is_live, g.has_slot
-  from unnest(:quota_key_nos::int[], :execution_ids::uuid[]) with ordinality as i(quota_key_no, execution_id, nth)
+union all
+select i.quota_key_no, i.execution_id, null, null, null, null, null, null, null, null, c.now,
+       g.guard_until > c.now and not g.is_released, g.has_slot, g.token_at
+  from clock c
+ cross join unnest(:guard_keys::int[], :execution_ids::uuid[]) as i(quota_key_no, execution_id)
  cross join lateral (
-       select g.has_slot, g.guard_until, g.is_released from quota_admission g
+       select g.has_slot, g.guard_until, g.is_released, g.token_at from quota_admission g
         where g.quota_key_no = i.quota_key_no and g.execution_id = i.execution_id limit 1) g;
 
 -- name: book
@@ -36,9 +35,9 @@ with booked as (
    where k.quota_key_no = any(array[i.quota_key_no])
 )
 insert into quota_admission as g (quota_key_no, partition_key, execution_id, admitted_at, guard_until, token_at, has_slot)
-select quota_key_no, partition_key, execution_id, :now, guard_until, :now, false
-  from unnest(:guard_keys::int[], :partition_keys::smallint[], :execution_ids::uuid[], :guards_until::bigint[])
-       as i(quota_key_no, partition_key, execution_id, guard_until)
+select quota_key_no, partition_key, execution_id, :now, guard_until, token_at, false
+  from unnest(:guard_keys::int[], :partition_keys::smallint[], :execution_ids::uuid[], :guards_until::bigint[], :tokens_at::bigint[])
+       as i(quota_key_no, partition_key, execution_id, guard_until, token_at)
 on conflict (quota_key_no, execution_id) do update
    set admitted_at = case when excluded.guard_until > 0 then excluded.admitted_at else g.admitted_at end,
        token_at = case when excluded.guard_until > 0 then excluded.token_at else g.token_at end,
@@ -61,24 +60,36 @@ insert into listed (partition_key, execution_id, public_state, at)
 select partition_key, execution_id, public_state, (select now from clock) from marked
 on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at;
 
--- name: lock_keys_of_execution
--- Locks the quota keys of an execution that the transaction has locked; returns those that have slots, and of which it holds one.
-select k.quota_key_no, case when e.granted_until is not null then e.slot_keys end as slot_keys
-  from execution e
-  join queue q using (queue_no)
-  join quota_key k on k.quota_key_no = any(q.quota_key_nos)
-  join quota_policy p on p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id and p.max_concurrent > 0
- where e.partition_key = :partition_key and e.execution_id = :execution_id
- order by k.quota_key_no
-   for update of k;
-
 -- name: take_slots
--- Takes a slot of each locked quota key, whether one is free or not.
-update quota_key set taken = taken + 1 where quota_key_no = any(:quota_key_nos::int[]);
+-- Takes a slot of each of these locked quota keys that have a cap, whether one is free or not, and returns the keys. The slot of a guard
+-- of the execution passes to it.
+with needed as materialized (
+  select k.quota_key_no, g.has_slot
+    from unnest(:quota_key_nos::int[]) as i(quota_key_no)
+   cross join lateral (
+         select k.quota_key_no, k.partition_key, k.quota_policy_id from quota_key k where k.quota_key_no = i.quota_key_no limit 1) k
+   cross join lateral (
+         select from quota_policy p
+          where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id and p.max_concurrent > 0 limit 1) p
+    left join lateral (
+         select g.has_slot from quota_admission g
+          where g.quota_key_no = k.quota_key_no and g.execution_id = :execution_id and g.has_slot limit 1) g on true
+),
+passed as (
+  update quota_admission g set has_slot = false
+    from needed n
+   where n.has_slot and g.quota_key_no = any(array[n.quota_key_no]) and g.execution_id = :execution_id
+),
+counted as (
+  update quota_key k set taken = k.taken + 1
+    from needed n
+   where n.has_slot is null and k.quota_key_no = any(array[n.quota_key_no])
+)
+select quota_key_no from needed order by quota_key_no;
 
 -- name: return_expired_slots
 -- Gives back the slots of executions whose grant has expired, except those that another session has locked; returns how many grants
--- it has looked at.
+-- it has looked at, and the keys in which slots became free.
 with clock as materialized (select ff_now() as now),
 expired as materialized (
   select g.ctid as tid, g.partition_key, g.execution_id, g.expires_at, e.tid as execution_tid, e.slot_keys
@@ -89,18 +100,22 @@ expired as materialized (
            from execution e
           where e.partition_key = g.partition_key and e.execution_id = g.execution_id for update skip locked) e
 ),
-seen as (
-  update claim_grant g set has_slots = false from expired x where g.ctid = x.tid
-),
 freed as (
   update execution e set slot_keys = null, attached = e.attached & ~8 from expired x
    where e.ctid = x.execution_tid and x.slot_keys is not null
-  returning x.slot_keys
+  returning x.tid, x.slot_keys
+),
+-- An execution that has changed since the statement began is not found by its ctid, and is left for the next time.
+seen as (
+  update claim_grant g set has_slots = false
+    from expired x
+   where g.ctid = x.tid and (x.slot_keys is null or x.tid in (select tid from freed))
 ),
 returned as (
   insert into slot_return as s (quota_key_no, shard, returned)
-  select n.quota_key_no, :slot_shard, count(*) from freed f cross join lateral unnest(f.slot_keys) as n(quota_key_no)
+  select n.quota_key_no, :slot_shard::smallint, count(*) from freed f cross join lateral unnest(f.slot_keys) as n(quota_key_no)
    group by n.quota_key_no order by n.quota_key_no
   on conflict (quota_key_no, shard) do update set returned = s.returned + excluded.returned
+  returning s.quota_key_no
 )
-select count(*) as seen from expired;
+select (select count(*) from expired) as seen, array(select quota_key_no from returned order by quota_key_no) as freed_keys;
