@@ -1,7 +1,6 @@
 """Reads of limited executions touch few rows, however many wait in a queue without room."""
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
@@ -10,6 +9,7 @@ from databases import Databases
 from engine.limit.test_admission import limited, quota
 from engine.state import claim
 from flowfabric.engine.engine import Engine
+from flowfabric.model.execution import NewExecution
 from house.filled import STATISTICS, copied, filled
 from house.touched import VACUUM, Touched, touched
 
@@ -22,7 +22,7 @@ async def fill(engine: Engine) -> None:
     """Create a deep backlog of one tenant without a free slot, work of many others with room, and plain work."""
     policy = limited(await quota(engine, running=2, key_from="tag:app.tenant"))
 
-    def job(tenant: str) -> dict[str, Any]:
+    def job(tenant: str) -> NewExecution:
         return new(policy=policy, tags={"app.tenant": tenant})
 
     await engine.create_many([job("deep") for _ in range(3)])

@@ -11,7 +11,8 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import ConflictError, error
 from flowfabric.model.ids import QuotaPolicyId
-from flowfabric.model.quota import MAX_LIMIT, MAX_WINDOW_SECONDS, QuotaCreated, check_source
+from flowfabric.model.limit import check_source
+from flowfabric.model.quota import MAX_LIMIT, MAX_WINDOW_SECONDS, QuotaCreated
 from flowfabric.model.text import shown
 from flowfabric.worker.context import Context
 
@@ -92,7 +93,7 @@ def parse_rate(rate: object) -> tuple[int, int]:
 def _source(task: str, function: Callable[..., Any], given: object, option: str) -> str:
     """Return where the engine finds a key or a weight: in a tag, or in an argument by its name."""
     if isinstance(given, str) and given.startswith("tag:"):
-        return check_source(given, option) or given
+        return check_source(given, option)
     names = [
         each.name
         for each in inspect.signature(function).parameters.values()
