@@ -121,6 +121,11 @@ async def test_every_statement_that_writes_events_has_a_transaction_id_before(
 
     await engine.replay_execution(execution_id=runs[0].execution_id)
 
+    quota_policy_id = uuid4()
+    await engine.create_quota_policy(quota_policy_id, 60, 0, 1)
+    await given.created(lane_id="limited", policy={"quota_policy_id": str(quota_policy_id)})
+    assert len(await claim(engine, "limited")) == 1
+
     queries = await checked.fetch("select distinct query from test_writer")
     assert {match[1] for row in queries if (match := re.match(r"/\* (\w+) \*/", row["query"]))} == WRITERS
 

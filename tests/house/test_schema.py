@@ -79,6 +79,9 @@ SMALL = {
     "schema_migration",
     "feed_trim",
     "feed_origin",
+    "admission_key",
+    "limit_attachment",
+    "slot_return",
 }
 """Global tables that every process caches or seldom reads; each node of a distributed Postgres would have a copy."""
 WITHOUT_KEY = {

@@ -652,7 +652,7 @@ create table quota_admission (
   has_slot boolean not null,
   is_released boolean not null default false,
   token_at bigint,
-  constraint quota_admission_pkey PRIMARY KEY (quota_key_no, execution_id));
+  constraint quota_admission_pkey PRIMARY KEY (partition_key, execution_id, quota_key_no));
 
 create table quota_key (
   quota_key_no integer not null generated always as identity,
@@ -958,9 +958,13 @@ CREATE INDEX quota_admission_due ON quota_admission USING btree (guard_until);
 
 CREATE INDEX quota_admission_execution ON quota_admission USING btree (execution_id);
 
+CREATE INDEX quota_admission_of_key ON quota_admission USING btree (quota_key_no);
+
 CREATE INDEX quota_admission_slot ON quota_admission USING btree (quota_key_no, guard_until) WHERE has_slot;
 
 CREATE INDEX quota_key_number ON quota_key USING btree (quota_key_no);
+
+CREATE INDEX quota_policy_id ON quota_policy USING btree (quota_policy_id);
 
 CREATE UNIQUE INDEX ready_queue ON ready USING btree (queue_no, place);
 

@@ -94,6 +94,7 @@ create table quota_policy (
   created_at              bigint   not null,
   constraint quota_policy_pkey primary key (partition_key, quota_policy_id)
 );
+create index quota_policy_id on quota_policy (quota_policy_id);
 
 -- What one key of a quota has admitted; kept for quotas that are not defined, too. Every admission locks this row.
 create table quota_key (
@@ -131,10 +132,11 @@ create table quota_admission (
   is_released   boolean  not null default false,
   -- When its token was entered into the window; null: it took none.
   token_at      bigint,
-  constraint quota_admission_pkey primary key (quota_key_no, execution_id)
+  constraint quota_admission_pkey primary key (partition_key, execution_id, quota_key_no)
 );
 create index quota_admission_due on quota_admission (guard_until);
 create index quota_admission_execution on quota_admission (execution_id);
+create index quota_admission_of_key on quota_admission (quota_key_no);
 create index quota_admission_slot on quota_admission (quota_key_no, guard_until) where has_slot;
 
 -- The budgets and quotas of a lane, a namespace, an execution kind or a flow.

@@ -79,7 +79,7 @@ counted as (
 )
 insert into quota_admission (quota_key_no, partition_key, execution_id, admitted_at, guard_until, has_slot, token_at)
 values (:quota_key_no, :partition_key, :execution_id, :now, :guard_until, :has_slot, :token_at)
-on conflict (quota_key_no, execution_id) do update
+on conflict (partition_key, execution_id, quota_key_no) do update
    set admitted_at = excluded.admitted_at, guard_until = excluded.guard_until, has_slot = excluded.has_slot, token_at = excluded.token_at,
        is_released = false;
 
