@@ -19,7 +19,7 @@ BACKLOG, TENANTS, PLAIN = 10_000, 300, 5
 
 
 async def fill(engine: Engine) -> None:
-    """Create a deep backlog of one tenant without a free slot, a queue with room for each of many others, and plain work."""
+    """Create a deep backlog of one tenant without a free slot, work of many tenants with room, and plain work."""
     policy = limited(await quota(engine, running=2, key_from="tag:app.tenant"))
 
     def job(tenant: str) -> dict[str, Any]:

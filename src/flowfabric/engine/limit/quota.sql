@@ -137,17 +137,16 @@ with clock as materialized (select ff_now() as now)
 select c.now, u.* from clock c cross join lateral ff_key_use(:quota_key_nos::int[], c.now) u;
 
 -- fragment: holders
--- The real holders of slots by key: executions with a lease or a live grant, which claims and grants name, and live guards.
+-- The real holders of slots by key: executions with a lease or a grant, which claims and grants name, and live guards. An execution whose
+-- grant has expired holds its slots until a sweep returns them; if they were counted as free here, they would be returned twice.
 holder as materialized (
   select s.quota_key_no, count(*) as holders
     from (select m.partition_key, i.execution_id from claim m cross join lateral unnest(m.execution_ids) as i(execution_id)
           union
           select g.partition_key, g.execution_id from claim_grant g) i
-   cross join clock c
    cross join lateral (
          select e.slot_keys from execution e
-          where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.attached & 8 <> 0
-            and (e.ownership_state = 'leased' or e.granted_until > c.now) limit 1) e
+          where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.attached & 8 <> 0 limit 1) e
    cross join lateral unnest(e.slot_keys) as s(quota_key_no)
    group by s.quota_key_no
 ),
