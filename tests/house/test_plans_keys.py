@@ -67,7 +67,8 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "quota_key": (("quota_key_no",), ("partition_key", "quota_policy_id", "key")),
     "slot_return": (("quota_key_no",),),
     "quota_admission": (("quota_key_no",), ("execution_id",)),
-    "budget_limit": (("partition_key", "budget_id"),),
+    # Admission does not know the partition.
+    "budget_limit": (("budget_id",),),
     "budget_usage": (("partition_key", "budget_id"),),
     "worker": (("partition_key", "namespace", "worker_instance_id"),),
     "worker_event": (("partition_key", "namespace", "worker_instance_id"),),
@@ -80,7 +81,7 @@ ORDERED: dict[str, set[str]] = {
     "lock_best_of_routes": {"ready_route"},
     "lock_best_of_queues": {"ready_queue"},
     "list_eligible": {"ready_route"},
-    "read_reasons": {"ready_route", "worker_due"},
+    "read_reasons": {"ready_route", "ready_queue", "worker_due", "retained_due"},
     "list_unserved_members": {"worker_due"},
     "promote_delayed": {"timer_due"},
     "list_delayed": {"timer_due"},
@@ -155,6 +156,10 @@ READERS = {
     "read_entry",
     "list_miscounted_keys",
     "recount_keys",
+    "list_broken_keys",
+    "list_broken_budgets",
+    "list_broken_reservations",
+    "list_wrong_queues",
 }
 """Statements that scan a table: lists, counts, consistency checks, and scans of the few claims."""
 

@@ -71,7 +71,8 @@ lasted as materialized (
   select avg(e.ran)::bigint as run_ms
     from (select i.partition_key, i.execution_id
             from (select r.partition_key, r.execution_ids, r.queue_no, r.queue_nos from retained r
-                   where (select k.has_no_slot from keyed k) order by r.retain_until desc limit :batches) r
+                   where (select k.has_no_slot from keyed k) and r.retain_until > (select now from clock)
+                   order by r.retain_until desc limit :batches) r
            cross join lateral (
                  select r.partition_key, i.execution_id
                    from unnest(r.execution_ids, r.queue_nos) as i(execution_id, queue_no)
