@@ -160,6 +160,10 @@ READERS = {
     "read_entry",
     "list_miscounted_keys",
     "recount_keys",
+    "list_broken_keys",
+    "list_broken_budgets",
+    "list_broken_reservations",
+    "list_wrong_queues",
 }
 """Statements that scan a table: lists, counts, consistency checks, and scans of the few claims."""
 

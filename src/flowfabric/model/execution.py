@@ -232,10 +232,10 @@ class ExecutionCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inconsistency:
-    """A stored state of an execution or a flow that no operation produces."""
+    """A stored state of an execution, a flow or a limit that no operation produces."""
 
     execution_id: ExecutionId | None
-    """None if the problem is one of a whole flow."""
+    """None if the problem is one of a whole flow or of a limit."""
     problem: str
     flow_id: FlowId | None = None
     """The flow that the problem has to do with."""

@@ -61,8 +61,20 @@ async def limit_queue(
 ) -> None:
     """Let these keys and budgets limit the queue of an execution. Creating executions does it; this stands in."""
     await connection.execute(
-        """update queue set quota_key_nos = $2, budget_ids = $3
-            where queue_no = (select queue_no from execution where execution_id = $1)""",
+        """
+        with own as (
+          insert into admission_key (digest, quota_key_nos, attached_key_nos, budget_ids, fair_key)
+          values (sha256($1::text::bytea), $2, '{}', $3, '') returning admission_key_no),
+        hidden as (
+          insert into capability_set (required, digest) values ('{limited claims}', sha256('limited claims'))
+          on conflict (digest) do update set required = excluded.required returning capability_set_no),
+        limited as (
+          update queue set quota_key_nos = $2, budget_ids = $3, admission_key_no = (select admission_key_no from own)
+           where queue_no = (select queue_no from execution where execution_id = $1::text::uuid)
+          returning route_no)
+        update route set capability_set_no = (select capability_set_no from hidden)
+         where route_no in (select route_no from limited)
+        """,
         uuid_of(execution_id),
         quota_keys,
         budgets,

@@ -249,16 +249,12 @@ async def test_a_malformed_change_of_limits_is_refused(engine: Engine, rows: Row
 
 
 async def test_a_change_that_frees_something_wakes_the_lanes_that_use_the_budget(
-    engine: Engine, given: Given, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget_id = await budget(engine, hard={"usd": 10})
     execution_id = await given.created(lane_id="limited")
     handle = await given.claimed(lane_id="other")
-    # Which budgets a queue has is decided when limits are attached.
-    await connection.execute(
-        "update queue set budget_ids = $1 where lane_no = (select lane_no from lane where lane_id = 'limited')",
-        [budget_id],
-    )
+    await engine.attach_budget("lane", "limited", budget_id)
     woken: list[str] = []
     monkeypatch.setattr(Wakeups, "lane", lambda _, lane_id: woken.append(lane_id))
 
@@ -313,6 +309,7 @@ async def test_wrong_counters_are_corrected_and_right_ones_left(
     assert await counted(rows, kept) == {"usd": (0, 9)}
 
 
+@pytest.mark.usefixtures("altered_rows")
 async def test_a_budget_that_cannot_be_corrected_is_left_alone_and_counted_as_an_error(
     engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:

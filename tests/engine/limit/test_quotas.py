@@ -298,16 +298,11 @@ async def test_a_release_frees_the_slot_of_a_lease(
     assert [await used(rows, each) for each in (QUOTA, other)] == [0, 0]
 
 
-async def test_a_free_slot_and_a_changed_policy_wake_the_lanes_of_the_queues(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
-) -> None:
+async def test_a_free_slot_and_a_changed_policy_wake_the_lanes_of_the_queues(engine: Engine, given: Given) -> None:
     await given.created(lane_id="limited")
     await given.created(lane_id="other")
     await engine.create_quota_policy(QUOTA, 1, 1, 1)
-    no = await key_no(engine, rows, QUOTA)
-    await connection.execute(
-        "update queue q set quota_key_nos = $1 from lane l where l.lane_no = q.lane_no and l.lane_id = 'limited'", [no]
-    )
+    await engine.attach_quota("lane", "limited", QUOTA)
     wakeups = parts_of(engine).wakeups
     before = wakeups.wakes(["limited"]), wakeups.wakes(["other"])
     one = some_id()

@@ -35,6 +35,7 @@ async def store_budget(engine: Engine, connection: asyncpg.Connection, *, hard: 
     """A budget with a limited dimension and an unlimited one. Operations of budgets create it; this stands in."""
     budget_id = BudgetId(uuid4())
     partition = budget_partition(budget_id, parts_of(engine).store.rules.partitions.budget)
+    await connection.execute("insert into budget_account values ($1, $2)", partition, budget_id)
     for dimension, limit, spent in (("tokens", hard, used), ("free", 0, 10**9)):
         await connection.execute(
             "insert into budget_limit values ($1, $2, $3, $4, 0)", partition, budget_id, dimension, limit

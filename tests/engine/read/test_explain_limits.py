@@ -6,7 +6,7 @@ from engine.limit.budgets import DAY_MS, budget, report
 from engine.limit.test_admission import limited, quota
 from engine.state import claim
 from engine.waits import suspend_args
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Explain, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.explanation import (
     BudgetReason,
@@ -207,6 +207,30 @@ async def test_another_limit_than_the_one_that_marked_an_execution_may_hold_it_b
     await engine.complete(run.handle, b"")
     found = await engine.explain(waiting)
     assert (quotas(found), len(budgets(found))) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("paused_by_operator", "waiting: paused by operator, look first"),
+        ("paused_by_policy", "waiting: paused by policy, look first"),
+        ("waiting_for_capable_worker", "waiting: about to be released: a live worker offers all it requires"),
+        (
+            "waiting_for_budget",
+            "rate limited: about to be released: its budgets have room; 0 ahead of it on lane 'default'",
+        ),
+        (
+            "waiting_for_quota",
+            "rate limited: about to be released: its quotas have room; 0 ahead of it on lane 'default'",
+        ),
+    ],
+)
+async def test_a_block_by_a_caller_is_explained(
+    engine: Engine, given: Given, explain: Explain, reason: str, words: str
+) -> None:
+    execution_id = await given.created()
+    await engine.block_execution_for_admission(execution_id, reason, "look first")
+    assert (await explain(execution_id)).summary == words
 
 
 async def test_a_limited_execution_shows_no_reserved_capability(engine: Engine, given: Given) -> None:

@@ -14,6 +14,9 @@ from flowfabric.model.ids import QuotaPolicyId, quota_partition
 from flowfabric.model.quota import DEFAULT_KEY
 
 SQL = statements_beside(__file__)
+WRONG_QUEUES = SQL.list_wrong_queues
+"""Lists queues with wrong limits. A process of a version without limits inserts queues without those of their scopes;
+the next creation through a later one corrects them."""
 
 
 class QuotaKey(NamedTuple):

@@ -175,3 +175,20 @@ select r.route_no, r.lane_no, c.required,
 -- name: set_route_capabilities
 -- Changes what a route requires.
 update route set capability_set_no = :capability_set_no where route_no = :route_no;
+
+-- name: list_wrong_queues
+-- Queues whose limits are not those that they should have, and queues with limits or of a fair lane that claims without admission see. The
+-- opposite is right: a route stays hidden if another one requires the same without being hidden.
+select s.queue_no, rule.problem
+  from queue s
+  join route r using (route_no)
+  join capability_set c using (capability_set_no)
+-- include: limits
+ cross join lateral (values
+       ('its limits are not its own and those attached to its lane, namespace and kind',
+        (s.quota_key_nos, s.budget_ids) is distinct from (q.quota_key_nos, b.budget_ids)),
+       ('claims without admission see it though it has limits or its lane is fair',
+        ff_required(c.required) = c.required and (l.is_fair or s.quota_key_nos <> '{}' or s.budget_ids <> '{}'))
+       ) as rule(problem, is_broken)
+ where rule.is_broken
+ order by s.queue_no limit :limit;

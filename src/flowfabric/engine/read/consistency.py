@@ -6,6 +6,7 @@ from enum import StrEnum
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.read.flow_consistency import check_flows, check_members
+from flowfabric.engine.read.limit_consistency import check_limits
 from flowfabric.engine.store import Store
 from flowfabric.model.execution import Inconsistency
 from flowfabric.model.ids import ExecutionId, format_execution_id
@@ -49,7 +50,7 @@ class Consistency:
         self._store = store
 
     async def find_inconsistencies(self, *, limit: int = 1000) -> list[Inconsistency]:
-        """Return up to `limit` inconsistencies of stored rows: of executions, in order, then of flows.
+        """Return up to `limit` inconsistencies of stored rows: of executions, in order, then of flows and of limits.
 
         This reads every row.
         """
@@ -64,6 +65,7 @@ class Consistency:
                     await self._store.fetch(SQL.list_orphans, limit=limit - len(found), overdue_ms=OVERDUE_MS)
                 )
                 found += await check_flows(self._store, limit - len(found))
+                found += await check_limits(self._store, limit - len(found))
                 break
             after = ends[0]["partition_key"], ends[0]["execution_id"]
             found += await self._check({**start, "last_partition": after[0], "last_id": after[1]}, limit - len(found))
