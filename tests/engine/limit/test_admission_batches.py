@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from engine.limit.budgets import budget
-from engine.limit.test_admission import limited, quota
+from engine.limit.limits import limited, quota
 from engine.state import claim, items, made, new
 from fixtures import Clock, Given, uuid_of
 from flowfabric.engine.engine import Engine
@@ -64,7 +64,7 @@ async def _locked_entry(batch: Batch) -> AbstractAsyncContextManager[None]:
 async def _at_reclaim_limit(batch: Batch) -> AbstractAsyncContextManager[None]:
     bad = await batch.bad({**limited(batch.quota), "max_reclaim_count": 1})
     for _ in range(2):
-        (run,) = await claim(batch.engine)
+        assert len(await claim(batch.engine)) == 1
         await batch.engine.revoke_lease(bad, reason="x")
     return _as_it_is()
 
