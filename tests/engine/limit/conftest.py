@@ -2,6 +2,8 @@
 
 import pytest
 
+from flowfabric.engine.lease.limited import LimitedClaims
+
 
 @pytest.fixture(autouse=True)
 def _leaves_rows_consistent(request: pytest.FixtureRequest) -> None:
@@ -11,3 +13,13 @@ def _leaves_rows_consistent(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def _scans_are_free(scans_are_free: None) -> None: ...
+
+
+@pytest.fixture
+def without_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let claims be those of a process that knows no limits."""
+
+    async def never(*_: object) -> bool:
+        return False
+
+    monkeypatch.setattr(LimitedClaims, "are_needed", never)

@@ -79,3 +79,23 @@ async def limit_queue(
         quota_keys,
         budgets,
     )
+
+
+async def quota(
+    engine: Engine, *, running: int = 0, rate: int = 0, window: int = 60, key_from: str | None = None
+) -> UUID:
+    """A new quota policy."""
+    quota_policy_id = uuid4()
+    await engine.create_quota_policy(
+        quota_policy_id,
+        window_seconds=window,
+        max_requests_per_window=rate,
+        max_concurrent=running,
+        key_from=key_from,
+    )
+    return quota_policy_id
+
+
+def limited(quota_policy_id: UUID, **more: object) -> dict[str, object]:
+    """The policy of executions that a quota limits."""
+    return {"quota_policy_id": str(quota_policy_id), **more}

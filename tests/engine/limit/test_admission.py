@@ -1,31 +1,11 @@
 """Admission within claims: exactly what the limits allow, in the order of the queue."""
 
 from collections import Counter
-from uuid import UUID, uuid4
 
+from engine.limit.limits import limited, quota
 from engine.state import claim, items, new
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
-
-
-async def quota(
-    engine: Engine, *, running: int = 0, rate: int = 0, window: int = 60, key_from: str | None = None
-) -> UUID:
-    """A new quota policy."""
-    quota_policy_id = uuid4()
-    await engine.create_quota_policy(
-        quota_policy_id,
-        window_seconds=window,
-        max_requests_per_window=rate,
-        max_concurrent=running,
-        key_from=key_from,
-    )
-    return quota_policy_id
-
-
-def limited(quota_policy_id: UUID, **more: object) -> dict[str, object]:
-    """The policy of executions that a quota limits."""
-    return {"quota_policy_id": str(quota_policy_id), **more}
 
 
 async def test_a_claim_leases_as_many_as_there_are_slots(

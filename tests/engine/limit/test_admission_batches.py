@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from engine.limit.budgets import budget
-from engine.limit.test_admission import limited, quota
+from engine.limit.limits import limited, quota
 from engine.state import claim, items, made, new
 from fixtures import Clock, Given, uuid_of
 from flowfabric.engine.engine import Engine

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("clock")
 Submitted = Callable[..., Awaitable[Any]]
 
 
+@pytest.mark.usefixtures("without_admission")
 @pytest.mark.parametrize("scope", SCOPES)
 async def test_a_limit_applies_to_queued_and_to_new_executions(
     engine: Engine, connection: asyncpg.Connection, scope: str
@@ -49,6 +50,7 @@ async def test_a_limit_applies_to_queued_and_to_new_executions(
     assert await claim(engine, "default") == [] or scope != "lane"
 
 
+@pytest.mark.usefixtures("without_admission")
 @pytest.mark.parametrize("scope", SCOPES)
 async def test_a_detached_limit_no_longer_applies(engine: Engine, connection: asyncpg.Connection, scope: str) -> None:
     queued = await engine.create_execution(**new())
@@ -307,6 +309,7 @@ async def test_a_new_member_moves_to_the_queue_with_the_limits_of_the_flow(
     assert await connection.fetchval("select count(*) from ready") == 1
 
 
+@pytest.mark.usefixtures("without_admission")
 async def test_a_claimable_member_is_claimed_from_its_new_queue(engine: Engine, connection: asyncpg.Connection) -> None:
     flow_id = await flow_with(engine, budget_ids=[uuid4()])
     member = await engine.create_execution(**new(execution_id=mint_for_flow(flow_id, Partitions())))
@@ -364,6 +367,7 @@ async def test_limits_of_a_flow_are_attached_before_its_members(engine: Engine, 
 # Fairness.
 
 
+@pytest.mark.usefixtures("without_admission")
 async def test_a_fair_lane_is_claimed_with_admission_only(engine: Engine, connection: asyncpg.Connection) -> None:
     made = await engine.create_execution(**new(tags={"app.customer": "42"}))
     await engine.set_lane_fairness(lane_id="default", fair_by="tag:app.customer", weights={"42": 2, "default": 0.5})

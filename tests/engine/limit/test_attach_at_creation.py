@@ -54,6 +54,7 @@ async def test_malformed_ids_limit_nothing(engine: Engine, connection: asyncpg.C
     assert await limits(connection, made) == Ends(set(), [budget], is_governed=True)
 
 
+@pytest.mark.usefixtures("without_admission")
 async def test_claims_without_admission_do_not_see_limited_executions(engine: Engine) -> None:
     limited = await engine.create_execution(**new(policy={"budget_ids": [str(uuid4())]}))
     assert await claim(engine, limit=10) == []

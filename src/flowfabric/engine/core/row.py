@@ -319,6 +319,12 @@ class LockedWithGrant(LockedExecution, frozen=True, kw_only=True):
         return self.grant_id is None and self.granted_until is not None and self.granted_until <= self.now
 
     @property
+    def is_claimable(self) -> bool:
+        """Whether a claim that names it may lease it: limits do not refuse it."""
+        is_limited = self.eligibility_state in ("blocked_by_budget", "blocked_by_quota")
+        return is_limited or self.eligibility_state == "eligible_now"
+
+    @property
     def is_held_for_cancel(self) -> bool:
         """Whether its cancelled flow holds it back until it is cancelled."""
         return self.blocking_reason == BlockingReason.PAUSED_BY_FLOW_CANCEL

@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from flowfabric.db.database import Record
+from flowfabric.db.database import Record, Transaction
 from flowfabric.db.notify import EVERYTHING, Hints
 from flowfabric.engine.core.place import BAND_BITS
 from flowfabric.engine.core.watermark import Watermarks
@@ -179,6 +179,11 @@ class Wakeups:
         self._call_on_room(quota_key_nos)
         for key_no in quota_key_nos[: self.MAX_PLACES]:
             self.hints.send(_ROOM, str(key_no), can_wait=True)
+
+    def room_after(self, transaction: Transaction, rows: Sequence[Record]) -> None:
+        """The same for the keys of these rows once the transaction has committed."""
+        if rows:
+            transaction.on_commit(partial(self.room, sorted(row["quota_key_no"] for row in rows)))
 
     def on_room(self, callback: OnRoom) -> None:
         """Register a callback for quota keys that have room again."""

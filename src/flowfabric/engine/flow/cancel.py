@@ -218,7 +218,7 @@ class FlowCancel:
         # A member may have moved while the statement waited for it, so its locked row decides.
         owed = [row["execution_id"] for row in rows if covers(policy, row["lifecycle_phase"])]
         if owed:
-            await transaction.fetch(
+            freed = await transaction.fetch(
                 SQL.hold_owed_members,
                 partition_key=flow.partition_key,
                 flow_id=flow.flow_id,
@@ -226,6 +226,7 @@ class FlowCancel:
                 slot_shard=self._store.slot_shard,
                 **HELD_FOR_CANCEL,
             )
+            self._store.wakeups.room_after(transaction, freed)
         return owed
 
     def _create_task(self, work: Coroutine[Any, Any, Answer]) -> "asyncio.Task[Answer]":

@@ -19,6 +19,7 @@ select e.execution_id, e.lifecycle_phase
 -- name: hold_owed_members
 -- Records members that the transaction has locked as owed by their cancelled flow, and holds them back from claims: runnable ones,
 -- and active ones whose lease is lost. Their entries of ready, their grants and their delays are deleted.
+-- Returns the quota keys in which slots became free.
 with clock as materialized (select ff_now() as now),
 member as materialized (
   select e.*, (e.is_runnable or e.is_lost) as is_held, c.now
@@ -56,6 +57,7 @@ returned_slots as (
    group by k.quota_key_no
    order by k.quota_key_no
   on conflict (quota_key_no, shard) do update set returned = s.returned + excluded.returned
+  returning s.quota_key_no
 ),
 with_entry as materialized (
   select m.place, m.queue_no, q.route_no
@@ -77,10 +79,13 @@ deleted_delays as (
   delete from timer t using member m
    where m.eligibility_state = 'not_eligible_until_time' and t.partition_key = any(array[m.partition_key])
      and t.execution_id = m.execution_id and t.kind::text = 'delay'
+),
+listings as (
+  insert into listed (partition_key, execution_id, public_state, at)
+  select partition_key, execution_id, 'waiting', now from member where is_runnable
+  on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at
 )
-insert into listed (partition_key, execution_id, public_state, at)
-select partition_key, execution_id, 'waiting', now from member where is_runnable
-on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at;
+select quota_key_no from returned_slots;
 
 -- name: set_flow_cancelled
 -- Cancels a flow that the transaction has locked, with the header of what it owes if that is anything, and writes the events.

@@ -281,7 +281,7 @@ class Graph:
             )
             count: int = applied["unsatisfied_count"]
             if applied["group_state"] == GroupState.PENDING and _can_be_blocked(row):
-                await transaction.fetch(
+                freed = await transaction.fetch(
                     SQL.block_by_dependencies,
                     partition_key=partition,
                     execution_id=row["downstream_id"],
@@ -289,6 +289,7 @@ class Graph:
                     slot_shard=self._store.slot_shard,
                     **BLOCKED_BY_DEPENDENCIES,
                 )
+                self._store.wakeups.room_after(transaction, freed)
             return DependencyApplied(unsatisfied_count=count), await self._resolve(transaction, locked, edge, row)
 
         answer, resolved = await self._store.transact(apply, execution_id=downstream)

@@ -144,7 +144,7 @@ returning g.applied_count - g.succeeded_count - g.failed_count - g.skipped_count
 
 -- name: block_by_dependencies
 -- Makes a runnable execution that the transaction has locked wait for its dependencies: takes it from its queue with its grant and
--- stops the timer of its delay; the time of the delay stays.
+-- stops the timer of its delay; the time of the delay stays. Returns the quota keys in which slots became free.
 with clock as materialized (select ff_now() as now),
 held as materialized (
   select e.partition_key, e.execution_id, e.eligibility_state, e.queue_no, e.place, e.attached,
@@ -171,6 +171,7 @@ returned_slots as (
    group by k.quota_key_no
    order by k.quota_key_no
   on conflict (quota_key_no, shard) do update set returned = s.returned + excluded.returned
+  returning s.quota_key_no
 ),
 taken as (
   delete from ready r using held h
@@ -186,9 +187,12 @@ untimed as (
   delete from timer t using held h
    where h.eligibility_state = 'not_eligible_until_time'
      and t.partition_key = any(array[h.partition_key]) and t.execution_id = h.execution_id and t.kind::text = 'delay'
+),
+listings as (
+  insert into listed (partition_key, execution_id, public_state, at)
+  select h.partition_key, h.execution_id, 'waiting_children', c.now
+    from held h cross join clock c
+   where h.eligibility_state <> :to_eligibility
+  on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at
 )
-insert into listed (partition_key, execution_id, public_state, at)
-select h.partition_key, h.execution_id, 'waiting_children', c.now
-  from held h cross join clock c
- where h.eligibility_state <> :to_eligibility
-on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at;
+select quota_key_no from returned_slots;

@@ -111,7 +111,7 @@ picked as materialized (
                   else nullif((e.policy #>> '{timeout_policy,attempt_timeout_ms}')::bigint, 0) end as timeout_ms,
                 e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted, e.attached & 4 <> 0 as had_stream,
                 null::uuid as given_attempt_id, null::jsonb as given_policy, null::bigint as given_deadline_at,
-                e.slot_keys as given_slot_keys, false as was_blocked
+                nullif(e.slot_keys, '{}') as given_slot_keys, false as was_blocked
            from execution e
           where e.partition_key = r.partition_key and e.execution_id = r.execution_id
             and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
@@ -331,7 +331,8 @@ picked as materialized (
          :timeout_ms::bigint as timeout_ms,
          e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted, e.attached & 4 <> 0 as had_stream,
          nullif(:attempt_id::uuid, (:lease_ids::uuid[])[1]) as given_attempt_id, :attempt_policy::text::jsonb as given_policy,
-         :deadline_at::bigint as given_deadline_at, :slot_keys::int[] as given_slot_keys, false as was_blocked
+         :deadline_at::bigint as given_deadline_at, :slot_keys::int[] as given_slot_keys,
+         e.eligibility_state in ('blocked_by_quota', 'blocked_by_budget') as was_blocked
     from execution e
    cross join lateral (select q.route_no from queue q where q.queue_no = e.queue_no limit 1) q
    cross join lateral (

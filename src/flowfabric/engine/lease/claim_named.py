@@ -181,7 +181,7 @@ class NamedClaims:
             locked = await lock_with_grant(transaction, parsed, lane)
             if locked.lifecycle_phase == "suspended":
                 raise error("not_a_resumed_execution", _state_of(locked))
-            if locked.lifecycle_phase != "runnable" or locked.eligibility_state != "eligible_now":
+            if locked.lifecycle_phase != "runnable" or not locked.is_claimable:
                 raise error("execution_not_leaseable", _state_of(locked))
             if locked.attempt_state != "attempt_interrupted":
                 raise error("not_a_resumed_execution", _state_of(locked))
@@ -209,7 +209,7 @@ class NamedClaims:
 
         async def claim(transaction: Transaction) -> ClaimedExecution | None:
             locked = await lock_with_grant(transaction, parsed, lane)
-            is_resumable = locked.lifecycle_phase == "runnable" and locked.eligibility_state == "eligible_now"
+            is_resumable = locked.lifecycle_phase == "runnable" and locked.is_claimable
             if not is_resumable or locked.attempt_state != "attempt_interrupted" or not locked.is_on_open_lane:
                 return None
             if failure := await self._grant_failure(transaction, locked, key, grant_key, lease.worker_id):
@@ -334,10 +334,9 @@ def _why_not_for_operator(locked: LockedWithGrant) -> EngineError | None:
         return error("active_attempt_exists", state)
     if locked.has_live_grant:
         return error("grant_already_exists", f"worker {locked.grant_worker_id!r} holds it")
-    is_eligible = locked.eligibility_state == "eligible_now"
     if locked.attempt_state == "attempt_interrupted":
-        return None if is_eligible else error("execution_not_eligible", state)
-    if is_eligible and locked.is_on_open_lane:
+        return None if locked.is_claimable else error("execution_not_eligible", state)
+    if locked.is_claimable and locked.is_on_open_lane:
         return None
     return error("execution_not_in_eligible_set", f"{state}, on lane {locked.lane_id}, which is {locked.lane_state}")
 

@@ -219,7 +219,7 @@ class Grants:
 
         async def issue(transaction: Transaction) -> Granted | EngineError:
             locked = await lock_with_grant(transaction, parsed, lane)
-            if locked.lifecycle_phase != "runnable" or locked.eligibility_state != "eligible_now":
+            if locked.lifecycle_phase != "runnable" or not locked.is_claimable:
                 raise error("execution_not_eligible", f"it is {locked.lifecycle_phase}, {locked.eligibility_state}")
             if locked.has_live_grant:
                 raise error("grant_already_exists", f"worker {locked.grant_worker_id!r} holds it")

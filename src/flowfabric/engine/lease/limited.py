@@ -270,7 +270,9 @@ class LimitedClaims:
                     break
                 if where["span_sources"] and scan.watermarks.may_scan_all:
                     scan.watermarks.end()
-                elif not await self._catch_up.run(wanted.lanes, min_interval_seconds=0):
+                elif await self._catch_up.run(wanted.lanes, min_interval_seconds=0):
+                    passed, full, closed_keys = [], set(), set()
+                else:
                     break
         # Enough was taken before the first entry with limits was read: there may be some behind.
         return has_limited or (count >= limit and await self._has_entries(reserved))

@@ -14,7 +14,7 @@ select exists (
 -- name: pick_candidates
 -- Locks the best executions that may be within their limits: of the routes that the capabilities match, of which it reads at most :reach
 -- entries in their order, and of the given spans of queues. Of a queue with limits it locks as many as it has room for, or its first
--- one if it has none, so that its head is marked as blocked, and those that need less room: admitted before, or with an expired grant.
+-- one if it has none, so that its head is marked as blocked, and those that were admitted before and need less room.
 -- The room is an estimate from rows that are not locked: admission decides. The rates of :closed_keys have no room; of :passed_queues
 -- it locks only executions that need less room.
 -- Returns the candidates; for each route and priority the first entry that is none ('kept'); for each span the first entry that is none
@@ -52,7 +52,7 @@ seen as materialized (
 ),
 -- The limits of each queue, read once for its first entry and given to the others by the window: a join would compare all pairs.
 limited as materialized (
-  select s.nth, s.nth_of_queue, s.span_no, s.route_no, s.queue_no, s.place, s.partition_key, s.execution_id, s.granted_until, s.tid,
+  select s.nth, s.nth_of_queue, s.span_no, s.route_no, s.queue_no, s.place, s.partition_key, s.execution_id, s.tid,
          s.queue_no = any(:passed_queues::int[]) as is_passed, first_value(m.quota_key_nos) over w as quota_key_nos,
          first_value(m.budget_detail) over w as budget_detail, first_value(m.room) over w as room, first_value(m.slots) over w as slots,
          first_value(m.tokens) over w as tokens, first_value(m.has_guards) over w as has_guards, m.retry_after_ms
@@ -101,14 +101,12 @@ limited as materialized (
           where q.queue_no = s.queue_no and s.nth_of_queue = 1 and (q.quota_key_nos <> '{}' or q.budget_ids <> '{}') limit 1) m on true
   window w as (partition by s.queue_no order by s.nth)
 ),
--- fits: there may be room for it. An execution that was admitted before needs no second token of the key, or has a slot; others with a
--- guard or a grant are looked at one by one.
+-- fits: there may be room for it. An execution that was admitted before needs no second token of the key, or has a slot.
 candidate as materialized (
   select s.*, s.room is null or (not s.is_passed and s.nth_of_queue <= s.room) or a.is_admitted as fits
     from limited s
    cross join lateral (
          select case when s.room is null or (not s.is_passed and s.nth_of_queue <= s.room) or s.budget_detail is not null then false
-                     when s.granted_until is not null then true
                      when s.has_guards then not exists (
                        select from unnest(s.quota_key_nos, s.slots, s.tokens) as n(quota_key_no, slots, tokens)
                          left join lateral (

@@ -67,7 +67,7 @@ class Reclaim:
         lane = check_lane_id(lane_id)
         offered = check_capabilities(worker_capabilities)
 
-        marked: list[tuple[LockedWithGrant, Work]] = []
+        marked: list[tuple[LockedWithGrant, Work, Sequence[int]]] = []
 
         async def issue(transaction: Transaction) -> Granted | NotReclaimable | tuple[int, Ended]:
             marked.clear()
@@ -82,7 +82,7 @@ class Reclaim:
                 (verdict,) = await self._lease_ends.within(transaction, [LeaseEnd(parsed, Move.LEASE_EXPIRED)])
                 if not isinstance(verdict, Verdict) or verdict.work is None:
                     return NotReclaimable(execution_id=parsed, detail=_state_of(locked))
-                marked.append((locked, verdict.work))
+                marked.append((locked, verdict.work, verdict.slot_keys))
                 locked = await lock_with_grant(transaction, parsed, lane)
             cap = reclaim_cap(locked.execution_policy)
             if locked.reclaim_count >= cap:
@@ -96,13 +96,15 @@ class Reclaim:
 
         answer = await self._store.transact(issue, execution_id=parsed)
         if marked:
-            self._store.wakeups.lost([_lost(locked) for locked, _ in marked])
-            self._store.wakeups.stream(locked.id for locked, _ in marked)
+            self._store.wakeups.lost([_lost(locked) for locked, _, _ in marked])
+            self._store.wakeups.stream(locked.id for locked, _, _ in marked)
             self._store.wakeups.events(EventFamily.LEASE)
         if isinstance(answer, tuple):
             return await self._at_reclaim_limit(*answer)
         if isinstance(answer, NotReclaimable):
-            self._store.wakeups.work(work for _, work in marked)
+            self._store.wakeups.work(work for _, work, _ in marked)
+            for _, _, freed in marked:
+                self._store.wakeups.room(freed)
         return answer
 
     async def reclaim_execution(

@@ -74,7 +74,7 @@ class Blocks:
             if held["blocking_reason"] == BlockingReason.PAUSED_BY_FLOW_CANCEL:
                 raise error("execution_not_eligible", "the execution is held for the cancellation of its flow")
             parameters = block_parameters(wanted)
-            await transaction.fetch(
+            freed = await transaction.fetch(
                 SQL.block_locked,
                 partition_key=partition,
                 execution_id=uuid,
@@ -83,6 +83,7 @@ class Blocks:
                 slot_shard=self._store.slot_shard,
                 **parameters,
             )
+            self._store.wakeups.room_after(transaction, freed)
             return wanted
 
         return Blocked(execution_id=parsed, reason=await self._store.transact(block, execution_id=parsed))

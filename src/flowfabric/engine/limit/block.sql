@@ -4,7 +4,7 @@ select blocking_reason from execution where partition_key = :partition_key and e
 
 -- name: block_locked
 -- Blocks a runnable execution that the transaction has locked, and deletes its grant and the timer of its delay; the time of the delay
--- stays. If a limit blocks it, it keeps its entry of ready.
+-- stays. If a limit blocks it, it keeps its entry of ready. Returns the quota keys in which slots became free.
 with clock as materialized (select ff_now() as now),
 held as materialized (
   select e.partition_key, e.execution_id, e.eligibility_state, e.blocking_reason, e.queue_no, e.place, e.attached,
@@ -30,6 +30,7 @@ returned_slots as (
     from held h cross join lateral unnest(h.slot_keys) as k(quota_key_no)
    order by k.quota_key_no
   on conflict (quota_key_no, shard) do update set returned = s.returned + excluded.returned
+  returning s.quota_key_no
 ),
 deleted_entries as (
   delete from ready r using held h
@@ -52,10 +53,13 @@ deleted_delays as (
   delete from timer t using held h
    where h.eligibility_state = 'not_eligible_until_time'
      and t.partition_key = any(array[h.partition_key]) and t.execution_id = h.execution_id and t.kind::text = 'delay'
+),
+listings as (
+  insert into listed (partition_key, execution_id, public_state, at)
+  select b.partition_key, b.execution_id, b.public_state, c.now from blocked b cross join held h cross join clock c where not h.is_same
+  on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at
 )
-insert into listed (partition_key, execution_id, public_state, at)
-select b.partition_key, b.execution_id, b.public_state, c.now from blocked b cross join held h cross join clock c where not h.is_same
-on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at;
+select quota_key_no from returned_slots;
 
 -- name: unblock_locked
 -- Makes blocked executions that the transaction has locked claimable; delayed if their delay has not elapsed, and waiting for their
