@@ -13,6 +13,7 @@ import pydantic
 from flowfabric import Context, Fabric, Run
 from flowfabric.policy import StreamPolicy
 from flowfabric.streams import NULL, Durable, FrameKind, RunFrame
+from flowfabric.worker.spending import Spend
 
 Item = TypeVar("Item")
 
@@ -142,6 +143,30 @@ async def waits(ctx: Context) -> None:
     assert_type(await ctx.wait_for_signal("n", Order, timeout=1, default=None), Order | None)
 
 
+llm = fabric.budget("llm", tokens=5, soft={"tokens": 4}, every=timedelta(days=1), on_breach="ask")
+
+
+@fabric.task(max_running=5, rate="100/m", per="tenant", weight="size", budgets=[llm, llm.id, str(llm.id)])
+async def limited(ctx: Context, tenant: str, size: int) -> bool:
+    """With limits, and spending."""
+    async with ctx.reserve(llm, tokens=1, key=tenant) as spend:
+        assert_type(spend, Spend)
+        spend.used(tokens=size)
+    with ctx.reserve(llm.id, tokens=1) as plain:
+        assert_type(plain, Spend)
+    await ctx.spend(llm, tokens=1)
+    return spend.is_over
+
+
+async def budgets(run: Run[int]) -> None:
+    """Read and change a budget, and answer a run."""
+    assert_type((await llm.status()).usage["tokens"], int)
+    await llm.raise_to(tokens=6)
+    await run.approve_budget(raise_to={"tokens": 7}, by="ada")
+    fabric.flow("batch", budgets=[llm])
+    assert_type(await (await limited.options(parent=None, budgets=[llm]).submit("acme", 1)).result(), bool)
+
+
 async def streams(ctx: Context, run: Run[int]) -> None:
     """Write to a stream and a summary, and read them."""
     await ctx.stream.write("token")
@@ -159,6 +184,10 @@ async def streams(ctx: Context, run: Run[int]) -> None:
 async def refused(ctx: Context) -> None:
     """Every line here is wrong."""
     await ctx.stream.write(7)  # type: ignore[arg-type]  # pyright: ignore
+    fabric.budget("llm", tokens="5")  # type: ignore[arg-type]  # pyright: ignore
+    fabric.budget("llm", tokens=5, on_breach="stop")  # type: ignore[arg-type]  # pyright: ignore
+    await ctx.spend(llm, tokens="5")  # type: ignore[arg-type]  # pyright: ignore
+    limited.options(max_running=3)  # type: ignore[call-arg]  # pyright: ignore
     await ctx.summary.patch(["done"])  # type: ignore[arg-type]  # pyright: ignore
     await add.submit()  # type: ignore[call-overload]  # pyright: ignore
     await add.submit("1")  # type: ignore[call-overload]  # pyright: ignore

@@ -21,6 +21,7 @@ VERBS: dict[str, Callable[[Context], Coroutine[Any, Any, object]]] = {
     "Context.create_waitpoint": lambda ctx: ctx.create_waitpoint("ready", 60),
     "Context.suspend": lambda ctx: ctx.suspend(keys=["ready"]),
     "Context.wait_for_signal": lambda ctx: ctx.wait_for_signal("ready"),
+    "Context.spend": lambda ctx: ctx.spend("01a1f699-7ccf-7777-8696-3ed79a473eab", tokens=1),
     "FrameWriter.write": lambda ctx: ctx.stream.write("a"),
     "FrameWriter.flush": lambda ctx: ctx.stream.flush(),
     "SummaryWriter.patch": lambda ctx: ctx.summary.patch({"a": 1}),
