@@ -103,10 +103,17 @@ async def over_admissions(engine: Engine, observer: Observer, task: Task, items:
     (since,) = await observer.read(SQL.read_clock)
     await fill(engine, items, task.count(20_000))
     async with working(task.url, TIGHT.name):
-        while not await observer.ask(SQL.is_drained):
-            await asyncio.sleep(0.05)
+        await until_drained(observer)
     (count,) = await observer.read(SQL.count_over_admissions, since, TIGHT.cap)
     return Figure(value=count, unit="executions")
+
+
+async def until_drained(observer: Observer) -> None:
+    """Wait until every execution has ended."""
+    while True:
+        if await observer.ask(SQL.is_drained):
+            return
+        await asyncio.sleep(0.05)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from flowfabric.bench.api import Engine, ExecutionPolicy, NewExecution, Worker, uuid7
+from flowfabric.bench.api import Context, Engine, ExecutionPolicy, NewExecution, Worker, uuid7
 from flowfabric.bench.observer import observing
 from flowfabric.bench.ours import KIND, check, engine_on, fill, noop
 from flowfabric.bench.ours_limits import TAG
@@ -45,7 +45,7 @@ async def measure(task: Task) -> Figures:
 
 def of_tenant(tenant: str, lane: str, policy: ExecutionPolicy | None) -> NewExecution:
     """An execution of this tenant."""
-    return noop(lane=lane, policy=policy, payload=tenant.encode(), tags={TAG: tenant})
+    return noop(lane=lane, policy=policy, tags={TAG: tenant})
 
 
 def backlog(lane: str, policy: ExecutionPolicy | None) -> Iterator[NewExecution]:
@@ -60,9 +60,9 @@ async def disturb(engine: Engine, item: NewExecution, samples: int, services: li
     warm = asyncio.Event()
     started: asyncio.Future[float] = loop.create_future()
 
-    async def handle(payload: bytes) -> None:
+    async def handle(ctx: Context) -> None:
         began = time.perf_counter()
-        if payload == QUIET.encode() and not started.done():
+        if ctx.tags[TAG] == QUIET:
             started.set_result(began)
         await asyncio.sleep(SERVICE_S)
         services.append(time.perf_counter() - began)

@@ -29,7 +29,10 @@ RATIOS = {
     "feed_drain/feed_drain_alone": ("feed_drain", "feed_drain_alone"),
     "feed_drain_across/feed_drain_alone": ("feed_drain_across", "feed_drain_alone"),
     "flow_fan_rate/flow_fan_plain": ("flow_fan_rate", "flow_fan_plain"),
-    **{f"limits_worker_{limit}/limits_worker_free": (f"limits_worker_{limit}", "limits_worker_free") for limit in LIMITS},
+    **{
+        f"limits_worker_{limit}/limits_worker_free": (f"limits_worker_{limit}", "limits_worker_free")
+        for limit in LIMITS
+    },
     **{
         f"limits_engine_{batch}_{limit}/limits_engine_{batch}_free": (
             f"limits_engine_{batch}_{limit}",

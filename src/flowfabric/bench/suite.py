@@ -25,9 +25,7 @@ from flowfabric.version import __version__
 
 SUBJECT_TIMEOUT_S = 300
 SOAK = "soak"
-ONCE = frozenset(
-    {"idle", "backlog", "counts", "streams", "feeds", "flows", "limits", "limits_pinned", "neighbour"}
-)
+ONCE = frozenset({"idle", "backlog", "counts", "streams", "feeds", "flows", "limits", "limits_pinned", "neighbour"})
 """Subjects that take many samples, or long: they are measured in one round."""
 THOROUGH = frozenset(
     {

@@ -12,7 +12,7 @@ select r.route_no, c.required, l.fair_by is not null or l.ageing_ms is not null 
 -- The room is an estimate from rows that are not locked: admission decides.
 -- Returns the candidates; for each route and priority the first entry that is none ('kept'); for each span the first entry that is none
 -- and how many it has read ('span'); the queues without room ('full'), with the time after which one that has reached a rate may have
--- room in the column weight; and as the last row ('read') the number of entries read, whether the scan of the routes was cut short, and where, and after a full scan its
+-- room in the column weight; the queues with more entries than room ('short'); and as the last row ('read') the number of entries read, whether the scan of the routes was cut short, and where, and after a full scan its
 -- time on the server in microseconds.
 with clock as materialized (select ff_now() as now),
 -- include: claim.routes
@@ -125,8 +125,9 @@ select 'span', null, null, null, null, min(r.place) filter (where (r.execution_i
        count(*), r.span_no, null, null, null, null, null
   from raw r where r.span_no > 0 group by r.span_no
 union all
-select 'full', null, null, null, m.queue_no, null, null, m.retry_after_ms, null, m.quota_key_nos, null, null, null
-  from limited m where m.room <= 0 and m.nth_of_queue = 1
+select case when m.room > 0 then 'short' else 'full' end, null, null, null, m.queue_no, null, null, m.retry_after_ms, null, m.quota_key_nos,
+       null, null, null
+  from limited m where m.room is not null and m.nth_of_queue = greatest(m.room, 0) + 1
 union all
 select 'read', null, null, null, null, c.ninth, c.scanned,
        case when cardinality(:span_sources) = 0
