@@ -12,6 +12,9 @@ from flowfabric.bench import (
     ours_dead_rows,
     ours_feeds,
     ours_flows,
+    ours_limits,
+    ours_limits_pinned,
+    ours_neighbour,
     ours_pinned,
     ours_queues,
     ours_renew,
@@ -90,6 +93,43 @@ async def test_flows_are_run_and_their_members_cancelled(
         monkeypatch.setattr(ours_flows, name, value)
     figures = await ours_flows.measure(Task(url=empty_url, scale=TINY))
     assert {"flow_chains", "flow_hop_p99", "flow_fan_rate", "sibling_cancel_p99", "flow_cancel"} <= set(figures)
+    check_figures(figures, described)
+
+
+async def test_rates_within_limits_and_without_are_measured(
+    empty_url: str, described: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours_limits, "RUNS", 1)
+    monkeypatch.setattr(ours_limits, "PROCESSES", 2)
+    figures = await ours_limits.measure(Task(url=empty_url, scale=TINY))
+    assert {"limits_worker_tight", "limits_worker_rated", "limits_engine_500_keyed"} <= set(figures)
+    assert figures["over_admissions"].value == 0
+    check_figures(figures, described)
+
+
+async def test_executions_leased_beyond_a_cap_are_counted(empty_url: str) -> None:
+    async with engine_on(empty_url) as engine, observing(empty_url) as observer:
+        (since,) = await observer.read(STORE.read_clock)
+        await fill(engine, noops(), 1_000)
+        for count in (200, 300):
+            await engine.claim_many(
+                lanes=["bench"], worker_id="bench", worker_instance_id="bench-1", limit=count, lease_ttl_ms=60_000
+            )
+        for cap, beyond in ((500, 0), (499, 1), (100, 400)):
+            assert await observer.read(STORE.count_over_admissions, since, cap) == (beyond,)
+        assert await observer.read(STORE.count_over_admissions, since + 60_000, 0) == (0,)
+
+
+async def test_a_backlog_with_a_limit_and_an_open_transaction_is_measured(empty_url: str, described: set[str]) -> None:
+    figures = await ours_limits_pinned.measure(Task(url=empty_url, scale=TINY))
+    assert {"limits_pinned_first", "limits_pinned_free_last"} <= set(figures)
+    check_figures(figures, described)
+
+
+async def test_the_wait_beside_a_noisy_neighbour_is_measured(empty_url: str, described: set[str]) -> None:
+    figures = await ours_neighbour.measure(Task(url=empty_url, scale=0.01))
+    assert figures["neighbour_service"].value >= 1000 * ours_neighbour.SERVICE_S
+    assert {"neighbour_fair_p95", "neighbour_capped_mean"} <= set(figures)
     check_figures(figures, described)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from creates import new
 from databases import Databases
-from engine.limit.test_admission import limited, quota
+from engine.limit.limits import limited, quota
 from engine.state import claim
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import NewExecution

@@ -45,9 +45,9 @@ class Observer:
                 return
             await asyncio.sleep(0.01)
 
-    async def read(self, statement: Statement) -> tuple[int, ...]:
-        """The single row that a statement returns."""
-        return tuple(await self._connection.fetchrow(statement.sql))
+    async def read(self, statement: Statement, *arguments: object) -> tuple[int, ...]:
+        """The single row that a statement with these arguments returns, in the order of its parameters."""
+        return tuple(await self._connection.fetchrow(statement.sql, *arguments))
 
 
 @asynccontextmanager

@@ -35,23 +35,25 @@ async def measure(task: Task) -> Figures:
     }
 
 
-async def work_off(engine: Engine, observer: Observer, count: int, **options: Any) -> Figure:
+async def work_off(engine: Engine, observer: Observer, count: int, *, lane: str = LANE, **options: Any) -> Figure:
     """The rate at which a worker with these options processes a backlog."""
     drain = Drain(count)
 
     async def handle() -> None:
         drain.start()
 
-    async with Worker(engine, lanes=[LANE], handlers={KIND: handle}, **options):
+    async with Worker(engine, lanes=[lane], handlers={KIND: handle}, **options):
         return await drain.rate(lambda: observer.ask(SQL.is_drained))
 
 
-async def claim_and_finish(engine: Engine, count: int, batch: int, *, lease_ttl_ms: int = 60_000) -> None:
+async def claim_and_finish(
+    engine: Engine, count: int, batch: int, *, lane: str = LANE, lease_ttl_ms: int = 60_000
+) -> None:
     """Claim and complete a backlog, `batch` per call."""
 
     async def work() -> None:
         claimed = await engine.claim_many(
-            lanes=[LANE], worker_id="bench", worker_instance_id="bench-1", limit=batch, lease_ttl_ms=lease_ttl_ms
+            lanes=[lane], worker_id="bench", worker_instance_id="bench-1", limit=batch, lease_ttl_ms=lease_ttl_ms
         )
         if claimed:
             check(await engine.complete_many([(each.handle, b"{}") for each in claimed]))

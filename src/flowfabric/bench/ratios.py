@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from flowfabric.bench.subject import Figure, Figures
 
 PEERS = ("pgqueuer", "awa", "absurd", "procrastinate", "dbos")
+LIMITS = ("tagged", "shared", "tight", "keyed", "rated")
 BEFORE = "before:"
 """The prefix of the figures of the other checkout."""
 
@@ -28,6 +29,33 @@ RATIOS = {
     "feed_drain/feed_drain_alone": ("feed_drain", "feed_drain_alone"),
     "feed_drain_across/feed_drain_alone": ("feed_drain_across", "feed_drain_alone"),
     "flow_fan_rate/flow_fan_plain": ("flow_fan_rate", "flow_fan_plain"),
+    **{
+        f"limits_worker_{limit}/limits_worker_free": (f"limits_worker_{limit}", "limits_worker_free")
+        for limit in LIMITS
+    },
+    **{
+        f"limits_engine_{batch}_{limit}/limits_engine_{batch}_free": (
+            f"limits_engine_{batch}_{limit}",
+            f"limits_engine_{batch}_free",
+        )
+        for batch in (100, 500)
+        for limit in ("roomy",)
+    },
+    "limits_worker_keyed/limits_worker_tagged": ("limits_worker_keyed", "limits_worker_tagged"),
+    **{
+        f"limits_engine_{batch}_keyed/limits_engine_{batch}_tagged": (
+            f"limits_engine_{batch}_keyed",
+            f"limits_engine_{batch}_tagged",
+        )
+        for batch in (100, 500)
+    },
+    "limits_pinned_last/limits_pinned_first": ("limits_pinned_last", "limits_pinned_first"),
+    "limits_pinned_free_last/limits_pinned_free_first": ("limits_pinned_free_last", "limits_pinned_free_first"),
+    **{
+        f"neighbour_{how}_{name}/neighbour_service": (f"neighbour_{how}_{name}", "neighbour_service")
+        for how in ("fair", "capped")
+        for name in ("mean", "p95")
+    },
     "soak_last_tenth/soak_first_tenth": ("soak_last_tenth", "soak_first_tenth"),
     **{f"claim_{size}/claim_20k": (f"claim_{size}", "claim_20k") for size in ("1m", "100k")},
     **{f"claim_{size}_mixed/claim_20k_mixed": (f"claim_{size}_mixed", "claim_20k_mixed") for size in ("1m", "100k")},

@@ -39,6 +39,9 @@ SUBJECTS = {
     "streams": "flowfabric.bench.ours_streams",
     "feeds": "flowfabric.bench.ours_feeds",
     "flows": "flowfabric.bench.ours_flows",
+    "limits": "flowfabric.bench.ours_limits",
+    "limits_pinned": "flowfabric.bench.ours_limits_pinned",
+    "neighbour": "flowfabric.bench.ours_neighbour",
     "soak": "flowfabric.bench.soak",
 }
 

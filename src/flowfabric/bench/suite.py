@@ -25,10 +25,24 @@ from flowfabric.version import __version__
 
 SUBJECT_TIMEOUT_S = 300
 SOAK = "soak"
-ONCE = frozenset({"idle", "backlog", "counts", "streams", "feeds", "flows"})
+ONCE = frozenset({"idle", "backlog", "counts", "streams", "feeds", "flows", "limits", "limits_pinned", "neighbour"})
 """Subjects that take many samples, or long: they are measured in one round."""
 THOROUGH = frozenset(
-    {"result", "cost", "renew", "queues", "counts", "pinned", "dead_rows", "streams", "feeds", "flows"}
+    {
+        "result",
+        "cost",
+        "renew",
+        "queues",
+        "counts",
+        "pinned",
+        "dead_rows",
+        "streams",
+        "feeds",
+        "flows",
+        "limits",
+        "limits_pinned",
+        "neighbour",
+    }
 )
 """Subjects that a quick run measures only if they are named."""
 OURS = (
@@ -46,6 +60,9 @@ OURS = (
     "streams",
     "feeds",
     "flows",
+    "limits",
+    "limits_pinned",
+    "neighbour",
 )
 DISTRIBUTIONS = ("asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")
 

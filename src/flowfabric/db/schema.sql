@@ -958,8 +958,6 @@ CREATE INDEX quota_admission_due ON quota_admission USING btree (guard_until);
 
 CREATE INDEX quota_admission_execution ON quota_admission USING btree (execution_id);
 
-CREATE INDEX quota_admission_of_key ON quota_admission USING btree (quota_key_no);
-
 CREATE INDEX quota_admission_slot ON quota_admission USING btree (quota_key_no, guard_until) WHERE has_slot;
 
 CREATE INDEX quota_key_number ON quota_key USING btree (quota_key_no);

@@ -6,6 +6,8 @@ from engine.limit.limits import limited, quota
 from engine.state import claim, items, new
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.lease.room import RoomWaits
+from flowfabric.engine.parts import parts_of
 
 
 async def test_a_claim_leases_as_many_as_there_are_slots(
@@ -93,3 +95,32 @@ async def test_an_execution_of_low_priority_ages_on_a_lane_that_ages(
     await engine.create_many(items(*[new(priority=10) for _ in range(100)]))
     runs = await claim(engine, limit=10)
     assert runs[0].execution_id == low
+
+
+async def test_the_end_of_a_run_wakes_the_claims_that_have_taken_the_last_slots(
+    engine: Engine, given: Given, clock: Clock
+) -> None:
+    policy = limited(await quota(engine, running=3))
+    ids = [await given.created(policy=policy) for _ in range(4)]
+    wakeups = parts_of(engine).wakeups
+    runs = await claim(engine)
+    before = wakeups.wakes(["default"])
+    await engine.complete(runs[0].handle, b"")
+    assert wakeups.wakes(["default"]) > before
+    (last,) = await claim(engine)
+    assert last.execution_id == ids[3]
+    before = wakeups.wakes(["default"])
+    await engine.complete(last.handle, b"")
+    assert wakeups.wakes(["default"]) == before
+
+
+async def test_room_that_appeared_while_a_claim_was_denied_wakes_it(engine: Engine) -> None:
+    wakeups = parts_of(engine).wakeups
+    waits = RoomWaits(wakeups)
+    began, before = waits.now, wakeups.wakes(["default"])
+    wakeups.room([7])
+    waits.add(("default",), [(1, [8])], None, since=began)
+    waits.add(("default",), [(1, [7])], None, since=waits.now)
+    assert wakeups.wakes(["default"]) == before
+    waits.add(("default",), [(1, [7])], None, since=began)
+    assert wakeups.wakes(["default"]) == before + 1

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.limit.budgets import DAY_MS, budget, report
-from engine.limit.test_admission import limited, quota
+from engine.limit.limits import limited, quota
 from engine.state import claim
 from engine.waits import suspend_args
 from fixtures import Clock, Explain, Given, Rows

@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from engine.limit.budgets import budget, report
-from engine.limit.test_admission import limited, quota
+from engine.limit.limits import limited, quota
 from engine.state import claim
 from fixtures import Clock, Given, uuid_of
 from flowfabric.engine.core.queues import WRONG_QUEUES

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.limit.budgets import budget, report
-from engine.limit.test_admission import limited, quota
+from engine.limit.limits import limited, quota
 from engine.state import claim
 from engine.waits import suspend_run
 from fixtures import Given

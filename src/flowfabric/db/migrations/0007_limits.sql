@@ -136,7 +136,6 @@ create table quota_admission (
 );
 create index quota_admission_due on quota_admission (guard_until);
 create index quota_admission_execution on quota_admission (execution_id);
-create index quota_admission_of_key on quota_admission (quota_key_no);
 create index quota_admission_slot on quota_admission (quota_key_no, guard_until) where has_slot;
 
 -- The budgets and quotas of a lane, a namespace, an execution kind or a flow.

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 from uuid import UUID
 
@@ -11,17 +10,18 @@ from flowfabric.db.statements import array_text, statements_beside
 from flowfabric.engine.core.admission import LIMITED, Admissions, Admitted, Candidate, Denied, is_reserved
 from flowfabric.engine.core.place import BAND_BITS
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
-from flowfabric.engine.core.turns import Changes, Span, Turns
+from flowfabric.engine.core.turns import Span, Turns
 from flowfabric.engine.core.watermark import Appeared, ScanWatermarks
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claimed import LEAST_AHEAD_MS, Queues, claimed_of
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.lease.heads import Heads
 from flowfabric.engine.lease.room import RoomWaits
+from flowfabric.engine.lease.round import Round, read_round, record_turns
 from flowfabric.engine.lease.scans import RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError
-from flowfabric.model.ids import ExecutionId, WorkerInstanceId, format_execution_id, mint_uuid_texts
+from flowfabric.model.ids import WorkerInstanceId, mint_uuid_texts
 from flowfabric.model.lease import ClaimedExecution
 
 SQL = statements_beside(__file__)
@@ -37,8 +37,6 @@ MAX_QUEUES = 100_000
 """How many queues are cached; each key of a quota has its own."""
 DEEP_SECONDS = 10.0
 """How long a claim reads by queue after so many entries without room were ahead of others."""
-PAUSE_SECONDS = 1.0
-"""How long a queue without room is passed over, unless a hint says that it has room."""
 NO_ROUTES: Mapping[str, object] = {
     "lanes": (),
     "capabilities": (),
@@ -79,55 +77,6 @@ Take = Callable[[Transaction, Sequence[Chosen], int], Awaitable[Sequence[Record]
 """Lease or grant admitted executions, of which so many can start at once; return the rows of those taken."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Round:
-    """What one transaction of a claim has found and taken."""
-
-    taken: Sequence[Record] = ()
-    at_reclaim_limit: list[tuple[ExecutionId, int]] = field(default_factory=list)
-    passed: list[UUID] = field(default_factory=list)
-    """What the next round must not find again: executions at their reclaim limit, locked ones, and those denied."""
-    closed_keys: set[int] = field(default_factory=set)
-    """The quota keys whose rate lets nothing through that comes after what it has denied."""
-    has_denied: bool = False
-    missed: list[tuple[int, int]] = field(default_factory=list)
-    """The queues and places of executions that may be within their limits, but were locked."""
-    end: int | None = None
-    """The position after which it takes nothing: one before it took less of its limits than the estimate assumes."""
-    full_queues: dict[int, Sequence[int]] = field(default_factory=dict)
-    """The queues that have no room, and the quota keys that limit them."""
-    spans: dict[int, tuple[int, int | None]] = field(default_factory=dict)
-    """How many entries it has read of each span, and the first that it did not lock."""
-    kept: dict[tuple[int, int], int] = field(default_factory=dict)
-    """The first place that stays unclaimed, for each route and priority band."""
-    has_limited: bool = False
-    """Whether it has seen entries of routes with limits."""
-    is_full: bool = False
-    """Whether it has locked as many candidates as it may."""
-    is_at_reach: bool = False
-    """Whether it has read as many entries as it may."""
-    retry_after_ms: int | None = None
-    """When one of them may have room, unless another execution makes room before."""
-    scan_us: int | None = None
-    cut_at: int | None = None
-
-    @property
-    def hides_others(self) -> bool:
-        """Whether others that may be within their limits were not looked at."""
-        return bool(self.missed) or self.end is not None or (self.is_full and self.has_denied)
-
-    def fill(self, queue_no: int, quota_key_nos: Sequence[int], retry_after_ms: int | None) -> None:
-        """Note a queue without room."""
-        self.full_queues[queue_no] = quota_key_nos
-        if retry_after_ms is not None and (self.retry_after_ms is None or retry_after_ms < self.retry_after_ms):
-            self.retry_after_ms = retry_after_ms
-
-    def keep(self, route_no: int, place: int) -> None:
-        """Note an entry that stays unclaimed."""
-        band = route_no, place >> BAND_BITS
-        self.kept[band] = min(place, self.kept.get(band, place))
-
-
 class LimitedClaims:
     """Claims what lanes with limits have: within the limits, and in the same order as work without limits."""
 
@@ -142,6 +91,8 @@ class LimitedClaims:
         self._quiet: dict[Wanted, tuple[int, float]] = {}
         self._heads = Heads(store)
         self._deep: dict[Wanted, float] = {}
+        self._reaches: dict[Wanted, int] = {}
+        self._searching = 0
         self._waits = RoomWaits(store.wakeups)
 
     async def close(self) -> None:
@@ -193,8 +144,14 @@ class LimitedClaims:
         appearances = self._store.wakeups.watermarks.appearances(reserved.route_nos)
         serving = wanted._replace(capabilities=(*wanted.capabilities, *reserved.capabilities))
         scan = await self._scans.of(serving, by_route=True)
-        with scan.watermarks.scanning() as appeared:
-            has_limited = await self._search(scan, appeared, reserved, wanted, take, taken, limit=limit, slots=slots)
+        self._searching += 1
+        try:
+            with scan.watermarks.scanning() as appeared:
+                has_limited = await self._search(
+                    scan, appeared, reserved, wanted, take, taken, limit=limit, slots=slots
+                )
+        finally:
+            self._searching -= 1
         if has_limited:
             self._quiet.pop(wanted, None)
         else:
@@ -221,7 +178,8 @@ class LimitedClaims:
         closed_keys: set[int] = set()
         has_limited = False
         rounds = scanned_to = 0
-        reach = limit + REACH
+        # Claims that run beside this one have locked entries ahead.
+        reach = min(max(limit * self._searching + REACH, self._reaches.get(wanted, 0) // 2), MAX_REACH)
         where: Mapping[str, object] = {}
         while count < limit:
             # A scan that was cut short continues in the same spans: new ones would start a full scan again.
@@ -237,8 +195,9 @@ class LimitedClaims:
                     raise
                 # The caller must get what the earlier rounds have taken.
                 break
+            self._reaches[wanted] = reach
             has_limited = has_limited or found.has_limited
-            self._waits.add(wanted.lanes, found.full_queues.items(), found.retry_after_ms, since=since)
+            self._waits.add(wanted.lanes, found.limiting_keys.items(), found.retry_after_ms, since=since)
             self._raise(scan.watermarks, found, appeared)
             if found.taken:
                 count += len(found.taken)
@@ -313,8 +272,8 @@ class LimitedClaims:
                     if not count:
                         raise
                     break
-                _record(turns, spans, found, changes)
-            self._waits.add(wanted.lanes, found.full_queues.items(), found.retry_after_ms, since=since)
+                record_turns(turns, spans, found, changes)
+            self._waits.add(wanted.lanes, found.limiting_keys.items(), found.retry_after_ms, since=since)
             if found.taken:
                 count += len(found.taken)
                 rounds = 0
@@ -354,7 +313,7 @@ class LimitedClaims:
                 shares=[span.share for span in spans],
                 **RECLAIM_LIMITS,
             )
-            found, picked = _read(rows, reserved, reach=1)
+            found, picked = read_round(rows, reserved.route_nos, reach=1)
             numbers = {(span.queue_no, span.first_place >> BAND_BITS): number for number, span in enumerate(spans)}
             places = [(numbers[row["queue_no"], row["place"] >> BAND_BITS], row["place"]) for row in picked]
             ordered = [picked[at] for at in turns.order(spans, places)][:limit]
@@ -405,7 +364,7 @@ class LimitedClaims:
                 shares=(),
                 **RECLAIM_LIMITS,
             )
-            found, picked = _read(rows, reserved, reach)
+            found, picked = read_round(rows, reserved.route_nos, reach)
             found.is_full = len(picked) == limit
             await self._take(transaction, found, picked, take, slots, closed_keys)
             return found
@@ -497,60 +456,6 @@ class LimitedClaims:
                 time.monotonic() + LIFE_SECONDS,
             )
         return known
-
-
-def _read(rows: list[Record], reserved: Reserved, reach: int) -> tuple[Round, list[Record]]:
-    """What a statement has found: the candidates, and what it says about the others."""
-    # The last row has the number of entries read, the place and the time of the scan in columns of the candidates.
-    read = rows.pop()
-    found = Round(
-        scan_us=read["weight"],
-        cut_at=read["place"] if read["is_markable"] else None,
-        is_at_reach=read["lease_epoch"] >= reach,
-    )
-    picked: list[Record] = []
-    for row in rows:
-        kind, route_no = row[0], row["route_no"]
-        if kind == "full":
-            found.fill(row["queue_no"], row["quota_key_nos"], row["weight"])
-            found.has_limited = True
-            continue
-        if kind == "span":
-            found.spans[row["weight"] - 1] = row["lease_epoch"], row["place"]
-            continue
-        found.has_limited = found.has_limited or route_no in reserved.route_nos
-        if kind == "missed":
-            found.missed.append((row["queue_no"], row["place"]))
-            found.passed.append(row["execution_id"])
-        elif kind == "kept":
-            found.keep(route_no, row["place"])
-        elif kind == "reclaim_limit":
-            found.keep(route_no, row["place"])
-            found.passed.append(row["execution_id"])
-            execution_id = format_execution_id(row["partition_key"], row["execution_id"])
-            found.at_reclaim_limit.append((execution_id, row["lease_epoch"]))
-        else:
-            picked.append(row)
-    return found, picked
-
-
-def _record(turns: Turns, spans: Sequence[Span], found: Round, changes: Changes) -> None:
-    """Record in the turns what a committed round has taken of each span, and which queues have no room."""
-    places: dict[tuple[int, int], list[int]] = {}
-    for row in found.taken:
-        places.setdefault((row["queue_no"], row["place"] >> BAND_BITS), []).append(row["place"])
-    for number, span in enumerate(spans):
-        count, left = found.spans.get(number, (0, None))
-        turns.taken(
-            span,
-            places.get((span.queue_no, span.first_place >> BAND_BITS), ()),
-            is_exhausted=count < span.share,
-            now_ms=turns.now_ms,
-            left=left,
-            changes=changes,
-        )
-    for queue_no in found.full_queues:
-        turns.pause(queue_no, PAUSE_SECONDS, changes=changes)
 
 
 def _candidate(row: Record, *, is_in_order: bool) -> Candidate:

@@ -19,7 +19,7 @@ select exists (
 -- it locks only executions that need less room.
 -- Returns the candidates; for each route and priority the first entry that is none ('kept'); for each span the first entry that is none
 -- and how many it has read ('span'); the queues without room ('full'), with the time after which one that has reached a rate may have
--- room in the column weight; executions that would be candidates but are locked or have just changed ('missed'); and as the last row
+-- room in the column weight; the queues with more entries than room ('short'); executions that would be candidates but are locked or have just changed ('missed'); and as the last row
 -- ('read') the number of entries read, whether the scan of the routes was cut short, and where, and after a full scan its time on the
 -- server in microseconds.
 with clock as materialized (select ff_now() as now),
@@ -76,7 +76,8 @@ limited as materialized (
           cross join lateral (
                 select array_agg(r.slots order by n.nth) as slots, array_agg(r.tokens order by n.nth) as tokens,
                        least(min(r.slots), min(r.tokens)) as room,
-                       bool_or((select true from quota_admission g where g.quota_key_no = k.quota_key_no limit 1) is not null) as has_guards,
+                       bool_or(p.max_requests_per_window > 0 or (
+                         select true from quota_admission g where g.quota_key_no = k.quota_key_no and g.has_slot limit 1) is not null) as has_guards,
                        max(w.retry_after_ms) filter (where r.tokens <= 0) as retry_after_ms
                   from unnest(q.quota_key_nos) with ordinality as n(quota_key_no, nth)
                  cross join lateral (select k.* from quota_key k where k.quota_key_no = n.quota_key_no limit 1) k
@@ -155,8 +156,9 @@ select 'span', null, null, null, null, min(r.place) filter (where (r.execution_i
        count(*), r.span_no, null, null, null, null, null, null, null, null
   from raw r where r.span_no > 0 group by r.span_no
 union all
-select 'full', null, null, null, m.queue_no, null, null, m.retry_after_ms, null, m.quota_key_nos, null, null, null, null, null, null
-  from limited m where m.room <= 0 and m.nth_of_queue = 1
+select case when m.room > 0 then 'short' else 'full' end, null, null, null, m.queue_no, null, null, m.retry_after_ms, null, m.quota_key_nos,
+       null, null, null, null, null, null
+  from limited m where m.room is not null and m.nth_of_queue = greatest(m.room, 0) + 1
 union all
 select 'missed', null, m.execution_id, null, m.queue_no, m.place, null, null, null, null, null, null, null, null, null, null
   from candidate m
