@@ -49,6 +49,7 @@ async def hold_slots(connection: asyncpg.Connection, execution_id: str, *nos: in
         uuid_of(execution_id),
         nos,
     )
+    await connection.execute("update claim_grant set has_slots = true where execution_id = $1", uuid_of(execution_id))
     await connection.execute("update quota_key set taken = taken + 1 where quota_key_no = any($1::int[])", nos)
 
 
