@@ -89,8 +89,9 @@ cross join lateral (
     from (select unnest(k.quota_key_nos) as quota_key_no
           union all
           select coalesce(
-                   (select c.quota_key_no from unnest(k.quota_key_nos || k.attached_key_nos) with ordinality as own(quota_key_no, nth)
-                      join quota_key c using (quota_key_no)
+                   (select own.quota_key_no from unnest(k.quota_key_nos || k.attached_key_nos) with ordinality as own(quota_key_no, nth)
+                     cross join lateral (
+                           select c.quota_policy_id from quota_key c where c.quota_key_no = own.quota_key_no limit 1) c
                      where c.quota_policy_id = a.limit_id order by own.nth limit 1),
                    a.quota_key_no)
             from limit_attachment a

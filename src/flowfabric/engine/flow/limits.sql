@@ -22,7 +22,8 @@ select e.flow_id, e.queue_no, l.lane_id, n.namespace, x.execution_kind, c.requir
   join route r on r.route_no = u.route_no
   join capability_set c on c.capability_set_no = r.capability_set_no
   left join admission_key k on k.admission_key_no = u.admission_key_no
-  left join quota_key q on q.quota_key_no = k.quota_key_nos[1]
+  left join lateral (
+       select q.quota_policy_id, q.key from quota_key q where q.quota_key_no = k.quota_key_nos[1] limit 1) q on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: move_to_queue

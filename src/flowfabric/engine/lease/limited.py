@@ -2,26 +2,26 @@
 
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import array_text, statements_beside
-from flowfabric.engine.core.admission import LIMITED, Admissions, Admitted, Candidate, Denied, is_reserved
+from flowfabric.engine.core.admission import LIMITED, Admissions, Admitted, Denied, is_reserved
 from flowfabric.engine.core.place import BAND_BITS
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
-from flowfabric.engine.core.turns import Changes, Span, Turns
+from flowfabric.engine.core.turns import Span, Turns
 from flowfabric.engine.core.watermark import Appeared, ScanWatermarks
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claimed import LEAST_AHEAD_MS, Queues, claimed_of
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.lease.heads import Heads
 from flowfabric.engine.lease.room import RoomWaits
+from flowfabric.engine.lease.round import Chosen, Reserved, Round, candidate_of, read_round, record_round
 from flowfabric.engine.lease.scans import RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError
-from flowfabric.model.ids import ExecutionId, WorkerInstanceId, format_execution_id, mint_uuid_texts
+from flowfabric.model.ids import WorkerInstanceId, mint_uuid_texts
 from flowfabric.model.lease import ClaimedExecution
 
 SQL = statements_beside(__file__)
@@ -35,8 +35,6 @@ MAX_QUEUES = 100_000
 """How many queues are cached; each key of a quota has its own."""
 DEEP_SECONDS = 10.0
 """How long a claim reads by queue after so many entries without room were ahead of others."""
-PAUSE_SECONDS = 1.0
-"""How long a queue without room is passed over, unless a hint says that it has room."""
 NO_ROUTES: Mapping[str, object] = {
     "lanes": (),
     "capabilities": (),
@@ -53,16 +51,6 @@ LIFE_SECONDS = 1.0
 """How long the routes with limits are cached, and how long a lane without limited work is left to other claims."""
 
 
-class Reserved(NamedTuple):
-    """The routes of some lanes that only claims with admission serve, and the capabilities that these add."""
-
-    route_nos: frozenset[int]
-    capabilities: tuple[str, ...]
-    takes_turns: bool
-    """Whether one of the lanes serves its queues in turns."""
-    valid_until: float
-
-
 class Lessee(NamedTuple):
     """Who gets the leases of a claim."""
 
@@ -71,59 +59,8 @@ class Lessee(NamedTuple):
     lease_ttl_ms: int
 
 
-Chosen = tuple[Record, Sequence[int]]
-"""A locked execution that was admitted, and the quota keys of which it then holds a slot."""
 Take = Callable[[Transaction, Sequence[Chosen], int], Awaitable[Sequence[Record]]]
 """Lease or grant admitted executions, of which so many can start at once; return the rows of those taken."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Round:
-    """What one transaction of a claim has found and taken."""
-
-    taken: Sequence[Record] = ()
-    at_reclaim_limit: list[tuple[ExecutionId, int]] = field(default_factory=list)
-    passed: list[UUID] = field(default_factory=list)
-    """What the next round must not find again: executions at their reclaim limit, locked ones, and those denied."""
-    closed_keys: set[int] = field(default_factory=set)
-    """The quota keys whose rate lets nothing through that comes after what it has denied."""
-    has_denied: bool = False
-    missed: list[tuple[int, int]] = field(default_factory=list)
-    """The queues and places of executions that may be within their limits, but were locked."""
-    end: int | None = None
-    """The position after which it takes nothing: one before it took less of its limits than the estimate assumes."""
-    full_queues: dict[int, Sequence[int]] = field(default_factory=dict)
-    """The queues that have no room, and the quota keys that limit them."""
-    spans: dict[int, tuple[int, int | None]] = field(default_factory=dict)
-    """How many entries it has read of each span, and the first that it did not lock."""
-    kept: dict[tuple[int, int], int] = field(default_factory=dict)
-    """The first place that stays unclaimed, for each route and priority band."""
-    has_limited: bool = False
-    """Whether it has seen entries of routes with limits."""
-    is_full: bool = False
-    """Whether it has locked as many candidates as it may."""
-    is_at_reach: bool = False
-    """Whether it has read as many entries as it may."""
-    retry_after_ms: int | None = None
-    """When one of them may have room, unless another execution makes room before."""
-    scan_us: int | None = None
-    cut_at: int | None = None
-
-    @property
-    def hides_others(self) -> bool:
-        """Whether others that may be within their limits were not looked at."""
-        return bool(self.missed) or self.end is not None or (self.is_full and self.has_denied)
-
-    def fill(self, queue_no: int, quota_key_nos: Sequence[int], retry_after_ms: int | None) -> None:
-        """Note a queue without room."""
-        self.full_queues[queue_no] = quota_key_nos
-        if retry_after_ms is not None and (self.retry_after_ms is None or retry_after_ms < self.retry_after_ms):
-            self.retry_after_ms = retry_after_ms
-
-    def keep(self, route_no: int, place: int) -> None:
-        """Note an entry that stays unclaimed."""
-        band = route_no, place >> BAND_BITS
-        self.kept[band] = min(place, self.kept.get(band, place))
 
 
 class LimitedClaims:
@@ -305,7 +242,7 @@ class LimitedClaims:
                     if not count:
                         raise
                     break
-                _record(turns, spans, found, changes)
+                record_round(turns, spans, found, changes)
             self._waits.add(wanted.lanes, found.full_queues.items(), found.retry_after_ms, since=since)
             if found.taken:
                 count += len(found.taken)
@@ -346,7 +283,7 @@ class LimitedClaims:
                 shares=[span.share for span in spans],
                 **RECLAIM_LIMITS,
             )
-            found, picked = _read(rows, reserved, reach=1)
+            found, picked = read_round(rows, reserved, reach=1)
             numbers = {(span.queue_no, span.first_place >> BAND_BITS): number for number, span in enumerate(spans)}
             places = [(numbers[row["queue_no"], row["place"] >> BAND_BITS], row["place"]) for row in picked]
             ordered = [picked[at] for at in turns.order(spans, places)][:limit]
@@ -397,7 +334,7 @@ class LimitedClaims:
                 shares=(),
                 **RECLAIM_LIMITS,
             )
-            found, picked = _read(rows, reserved, reach)
+            found, picked = read_round(rows, reserved, reach)
             found.is_full = len(picked) == limit
             await self._take(transaction, found, picked, take, slots, closed_keys)
             return found
@@ -416,7 +353,7 @@ class LimitedClaims:
         limited = [row for row in picked[:slots] if row["quota_key_nos"] is not None]
         verdicts: dict[UUID, Admitted | Denied | None] = {}
         if limited:
-            candidates = [_candidate(row, is_in_order=closed_keys is not None) for row in limited]
+            candidates = [candidate_of(row, is_in_order=closed_keys is not None) for row in limited]
             judged = await self._admissions.admit(transaction, candidates, closed_keys=closed_keys or ())
             verdicts = {row["execution_id"]: verdict for row, verdict in zip(limited, judged, strict=True)}
         chosen: list[Chosen] = []
@@ -487,73 +424,3 @@ class LimitedClaims:
                 time.monotonic() + LIFE_SECONDS,
             )
         return known
-
-
-def _read(rows: list[Record], reserved: Reserved, reach: int) -> tuple[Round, list[Record]]:
-    """What a statement has found: the candidates, and what it says about the others."""
-    # The last row has the number of entries read, the place and the time of the scan in columns of the candidates.
-    read = rows.pop()
-    found = Round(
-        scan_us=read["weight"],
-        cut_at=read["place"] if read["is_markable"] else None,
-        is_at_reach=read["lease_epoch"] >= reach,
-    )
-    picked: list[Record] = []
-    for row in rows:
-        kind, route_no = row[0], row["route_no"]
-        if kind == "full":
-            found.fill(row["queue_no"], row["quota_key_nos"], row["weight"])
-            found.has_limited = True
-            continue
-        if kind == "span":
-            found.spans[row["weight"] - 1] = row["lease_epoch"], row["place"]
-            continue
-        found.has_limited = found.has_limited or route_no in reserved.route_nos
-        if kind == "missed":
-            found.missed.append((row["queue_no"], row["place"]))
-            found.passed.append(row["execution_id"])
-        elif kind == "kept":
-            found.keep(route_no, row["place"])
-        elif kind == "reclaim_limit":
-            found.keep(route_no, row["place"])
-            found.passed.append(row["execution_id"])
-            execution_id = format_execution_id(row["partition_key"], row["execution_id"])
-            found.at_reclaim_limit.append((execution_id, row["lease_epoch"]))
-        else:
-            picked.append(row)
-    return found, picked
-
-
-def _record(turns: Turns, spans: Sequence[Span], found: Round, changes: Changes) -> None:
-    """Record in the turns what a committed round has taken of each span, and which queues have no room."""
-    places: dict[tuple[int, int], list[int]] = {}
-    for row in found.taken:
-        places.setdefault((row["queue_no"], row["place"] >> BAND_BITS), []).append(row["place"])
-    for number, span in enumerate(spans):
-        count, left = found.spans.get(number, (0, None))
-        turns.taken(
-            span,
-            places.get((span.queue_no, span.first_place >> BAND_BITS), ()),
-            is_exhausted=count < span.share,
-            now_ms=turns.now_ms,
-            left=left,
-            changes=changes,
-        )
-    for queue_no in found.full_queues:
-        turns.pause(queue_no, PAUSE_SECONDS, changes=changes)
-
-
-def _candidate(row: Record, *, is_in_order: bool) -> Candidate:
-    return Candidate(
-        partition_key=row["partition_key"],
-        execution_id=row["execution_id"],
-        queue_no=row["queue_no"],
-        quota_key_nos=row["quota_key_nos"],
-        budget_detail=row["budget_detail"],
-        weight=row["weight"],
-        slot_keys=row["slot_keys"] or (),
-        is_markable=row["is_markable"],
-        nth=row["nth"],
-        hidden_nth=row["hidden_nth"] if is_in_order else None,
-        has_guards=row["has_guards"],
-    )
