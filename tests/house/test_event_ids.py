@@ -86,6 +86,11 @@ async def test_every_statement_that_writes_events_has_a_transaction_id_before(
     (run,) = await claim(engine, "kinds", kinds=("kind 3",))
     await engine.delay(run.handle, 0)
 
+    limited = uuid4()
+    await engine.create_quota_policy(limited, window_seconds=60, max_requests_per_window=0, max_concurrent=1)
+    await given.created(lane_id="limited", policy={"quota_policy_id": str(limited)})
+    assert len(await claim(engine, "limited")) == 1
+
     named = await given.created(lane_id="named")
     await engine.issue_grant_and_claim(execution_id=named, lane_id="named", lease_duration_ms=1000)
     await clock.advance(seconds=2)

@@ -236,6 +236,7 @@ KINDS = {
     "claim_by_route": {EventKind.ACQUIRED, EventKind.RECLAIMED},
     "claim_by_queue": {EventKind.ACQUIRED, EventKind.RECLAIMED},
     "lease_locked": {EventKind.ACQUIRED, EventKind.RECLAIMED},
+    "lease_admitted": {EventKind.ACQUIRED, EventKind.RECLAIMED},
     "renew_leases": {EventKind.RENEWED},
     "complete_leases": {EventKind.RELEASED},
     "end_leases": {EventKind.RELEASED, EventKind.ENDED, EventKind.EXPIRED, EventKind.REVOKED},

@@ -37,6 +37,11 @@ TABLES = (
     "cancel_backlog_member",
     "pending_cancel_group",
     "flow_tag",
+    "quota_key",
+    "slot_return",
+    "quota_admission",
+    "budget_limit",
+    "budget_usage",
 )
 """The tables that grow with the load."""
 

@@ -16,7 +16,8 @@ from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import CATCH_UP_SECONDS
 from flowfabric.engine.lease.claim import SQL as CLAIM_SQL
 from flowfabric.engine.lease.finish import Finish
-from flowfabric.engine.lease.limited import Chosen, LimitedClaims
+from flowfabric.engine.lease.limited import LimitedClaims
+from flowfabric.engine.lease.round import Chosen
 from flowfabric.engine.lease.scans import RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error

@@ -7,7 +7,7 @@ from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import array_text, statements_beside
-from flowfabric.engine.core.admission import LIMITED, Admissions, Admitted, Candidate, Denied, is_reserved
+from flowfabric.engine.core.admission import LIMITED, Admissions, Admitted, Denied, is_reserved
 from flowfabric.engine.core.place import BAND_BITS
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
 from flowfabric.engine.core.turns import Span, Turns
@@ -17,7 +17,7 @@ from flowfabric.engine.lease.claimed import LEAST_AHEAD_MS, Queues, claimed_of
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.lease.heads import Heads
 from flowfabric.engine.lease.room import RoomWaits
-from flowfabric.engine.lease.round import Round, read_round, record_turns
+from flowfabric.engine.lease.round import Chosen, Reserved, Round, candidate_of, read_round, record_round
 from flowfabric.engine.lease.scans import RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError
@@ -53,16 +53,6 @@ LIFE_SECONDS = 1.0
 """How long the routes with limits are cached, and how long a lane without limited work is left to other claims."""
 
 
-class Reserved(NamedTuple):
-    """The routes of some lanes that only claims with admission serve, and the capabilities that these add."""
-
-    route_nos: frozenset[int]
-    capabilities: tuple[str, ...]
-    takes_turns: bool
-    """Whether one of the lanes serves its queues in turns."""
-    valid_until: float
-
-
 class Lessee(NamedTuple):
     """Who gets the leases of a claim."""
 
@@ -71,8 +61,6 @@ class Lessee(NamedTuple):
     lease_ttl_ms: int
 
 
-Chosen = tuple[Record, Sequence[int]]
-"""A locked execution that was admitted, and the quota keys of which it then holds a slot."""
 Take = Callable[[Transaction, Sequence[Chosen], int], Awaitable[Sequence[Record]]]
 """Lease or grant admitted executions, of which so many can start at once; return the rows of those taken."""
 
@@ -272,7 +260,7 @@ class LimitedClaims:
                     if not count:
                         raise
                     break
-                record_turns(turns, spans, found, changes)
+                record_round(turns, spans, found, changes)
             self._waits.add(wanted.lanes, found.limiting_keys.items(), found.retry_after_ms, since=since)
             if found.taken:
                 count += len(found.taken)
@@ -313,7 +301,7 @@ class LimitedClaims:
                 shares=[span.share for span in spans],
                 **RECLAIM_LIMITS,
             )
-            found, picked = read_round(rows, reserved.route_nos, reach=1)
+            found, picked = read_round(rows, reserved, reach=1)
             numbers = {(span.queue_no, span.first_place >> BAND_BITS): number for number, span in enumerate(spans)}
             places = [(numbers[row["queue_no"], row["place"] >> BAND_BITS], row["place"]) for row in picked]
             ordered = [picked[at] for at in turns.order(spans, places)][:limit]
@@ -364,7 +352,7 @@ class LimitedClaims:
                 shares=(),
                 **RECLAIM_LIMITS,
             )
-            found, picked = read_round(rows, reserved.route_nos, reach)
+            found, picked = read_round(rows, reserved, reach)
             found.is_full = len(picked) == limit
             await self._take(transaction, found, picked, take, slots, closed_keys)
             return found
@@ -383,7 +371,7 @@ class LimitedClaims:
         limited = [row for row in picked[:slots] if row["quota_key_nos"] is not None]
         verdicts: dict[UUID, Admitted | Denied | None] = {}
         if limited:
-            candidates = [_candidate(row, is_in_order=closed_keys is not None) for row in limited]
+            candidates = [candidate_of(row, is_in_order=closed_keys is not None) for row in limited]
             judged = await self._admissions.admit(transaction, candidates, closed_keys=closed_keys or ())
             verdicts = {row["execution_id"]: verdict for row, verdict in zip(limited, judged, strict=True)}
         chosen: list[Chosen] = []
@@ -456,19 +444,3 @@ class LimitedClaims:
                 time.monotonic() + LIFE_SECONDS,
             )
         return known
-
-
-def _candidate(row: Record, *, is_in_order: bool) -> Candidate:
-    return Candidate(
-        partition_key=row["partition_key"],
-        execution_id=row["execution_id"],
-        queue_no=row["queue_no"],
-        quota_key_nos=row["quota_key_nos"],
-        budget_detail=row["budget_detail"],
-        weight=row["weight"],
-        slot_keys=row["slot_keys"] or (),
-        is_markable=row["is_markable"],
-        nth=row["nth"],
-        hidden_nth=row["hidden_nth"] if is_in_order else None,
-        has_guards=row["has_guards"],
-    )

@@ -1,16 +1,31 @@
-"""What one transaction of a claim with limits has found and taken."""
+"""One round of a claim on lanes with limits: what a transaction has found, admitted and left."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from uuid import UUID
 
 from flowfabric.db.database import Record
+from flowfabric.engine.core.admission import Candidate
 from flowfabric.engine.core.place import BAND_BITS
 from flowfabric.engine.core.turns import Changes, Span, Turns
 from flowfabric.model.ids import ExecutionId, format_execution_id
 
 PAUSE_SECONDS = 1.0
 """How long a queue without room is passed over, unless a hint says that it has room."""
+
+Chosen = tuple[Record, Sequence[int]]
+"""A locked execution that was admitted, and the quota keys of which it then holds a slot."""
+
+
+class Reserved(NamedTuple):
+    """The routes of some lanes that only claims with admission serve, and the capabilities that these add."""
+
+    route_nos: frozenset[int]
+    capabilities: tuple[str, ...]
+    takes_turns: bool
+    """Whether one of the lanes serves its queues in turns."""
+    valid_until: float
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,7 +84,7 @@ class Round:
         self.kept[band] = min(place, self.kept.get(band, place))
 
 
-def read_round(rows: list[Record], route_nos: Container[int], reach: int) -> tuple[Round, list[Record]]:
+def read_round(rows: list[Record], reserved: Reserved, reach: int) -> tuple[Round, list[Record]]:
     """What a statement has found: the candidates, and what it says about the others."""
     # The last row has the number of entries read, the place and the time of the scan in columns of the candidates.
     read = rows.pop()
@@ -91,7 +106,7 @@ def read_round(rows: list[Record], route_nos: Container[int], reach: int) -> tup
         if kind == "span":
             found.spans[row["weight"] - 1] = row["lease_epoch"], row["place"]
             continue
-        found.has_limited = found.has_limited or route_no in route_nos
+        found.has_limited = found.has_limited or route_no in reserved.route_nos
         if kind == "missed":
             found.missed.append((row["queue_no"], row["place"]))
             found.passed.append(row["execution_id"])
@@ -107,7 +122,7 @@ def read_round(rows: list[Record], route_nos: Container[int], reach: int) -> tup
     return found, picked
 
 
-def record_turns(turns: Turns, spans: Sequence[Span], found: Round, changes: Changes) -> None:
+def record_round(turns: Turns, spans: Sequence[Span], found: Round, changes: Changes) -> None:
     """Record in the turns what a committed round has taken of each span, and which queues have no room."""
     places: dict[tuple[int, int], list[int]] = {}
     for row in found.taken:
@@ -124,3 +139,20 @@ def record_turns(turns: Turns, spans: Sequence[Span], found: Round, changes: Cha
         )
     for queue_no in found.full_queues:
         turns.pause(queue_no, PAUSE_SECONDS, changes=changes)
+
+
+def candidate_of(row: Record, *, is_in_order: bool) -> Candidate:
+    """What admission needs of a row; only a claim in order leaves executions hidden behind others."""
+    return Candidate(
+        partition_key=row["partition_key"],
+        execution_id=row["execution_id"],
+        queue_no=row["queue_no"],
+        quota_key_nos=row["quota_key_nos"],
+        budget_detail=row["budget_detail"],
+        weight=row["weight"],
+        slot_keys=row["slot_keys"] or (),
+        is_markable=row["is_markable"],
+        nth=row["nth"],
+        hidden_nth=row["hidden_nth"] if is_in_order else None,
+        has_guards=row["has_guards"],
+    )
