@@ -80,7 +80,7 @@ async def test_a_verb_in_another_event_loop_is_refused_and_harms_neither_its_run
         for run in wrong:
             ended = await engine.wait_for_ending(run, timeout=60)
             assert ended.result is not None
-            assert msgspec.json.decode(ended.result) == [REFUSED] * 17
+            assert msgspec.json.decode(ended.result) == [REFUSED] * 19
             assert await texts(engine, run) == ["a"]
         assert [len(await attempts(run)) for run in (*wrong, *right)] == [1] * 18
 

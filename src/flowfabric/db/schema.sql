@@ -652,7 +652,7 @@ create table quota_admission (
   has_slot boolean not null,
   is_released boolean not null default false,
   token_at bigint,
-  constraint quota_admission_pkey PRIMARY KEY (partition_key, execution_id, quota_key_no));
+  constraint quota_admission_pkey PRIMARY KEY (quota_key_no, execution_id));
 
 create table quota_key (
   quota_key_no integer not null generated always as identity,

@@ -230,7 +230,7 @@ CLAIM_EXECUTION: dict[str, Expected] = {
 CLAIM_RESUMED: dict[str, Expected] = {
     **NOT_FOUND,
     **each((*LATER, *HELD, "past_expiry", *LOST, *ENDED), NOT_LEASEABLE),
-    **each((*NEW, "granted", "grant_expired", *AGAIN), NOT_RESUMED),
+    **each((*NEW, "limited", "granted", "grant_expired", *AGAIN), NOT_RESUMED),
     "resumable": RESUMED,
 }
 RECLAIM: dict[str, Expected] = {
@@ -269,6 +269,8 @@ BY_GRANT: dict[str, Row] = {
         NOT_FOUND,
         each((*LATER, *HELD, "past_expiry", *LOST, *ENDED), NOT_ELIGIBLE),
         each((*NEW, *AGAIN, "resumable", "grant_expired"), GRANTED),
+        # Limits do not refuse who names an execution.
+        {"limited": GRANTED_DUE},
         each(("granted", "resume_granted"), GRANT_EXISTS),
     ),
     "claim_execution": whole(
@@ -292,7 +294,7 @@ BY_GRANT: dict[str, Row] = {
         each((*HELD, "past_expiry", *LOST, *ENDED), NOT_ELIGIBLE),
         each((*BLOCKED, "delayed", "waiting_children", "due", "backing_off"), Refused("execution_not_in_eligible_set")),
         each(("parked", "parked_for_children", "parked_due"), NOT_ELIGIBLE),
-        each((*NEW, *AGAIN, "grant_expired"), FUSED),
+        each((*NEW, "limited", *AGAIN, "grant_expired"), FUSED),
         {"resumable": FUSED_RESUMED},
         each(("granted", "resume_granted"), GRANT_EXISTS),
     ),

@@ -132,7 +132,7 @@ create table quota_admission (
   is_released   boolean  not null default false,
   -- When its token was entered into the window; null: it took none.
   token_at      bigint,
-  constraint quota_admission_pkey primary key (partition_key, execution_id, quota_key_no)
+  constraint quota_admission_pkey primary key (quota_key_no, execution_id)
 );
 create index quota_admission_due on quota_admission (guard_until);
 create index quota_admission_execution on quota_admission (execution_id);

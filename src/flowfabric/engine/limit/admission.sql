@@ -38,7 +38,7 @@ insert into quota_admission as g (quota_key_no, partition_key, execution_id, adm
 select quota_key_no, partition_key, execution_id, :now, guard_until, token_at, false
   from unnest(:guard_keys::int[], :partition_keys::smallint[], :execution_ids::uuid[], :guards_until::bigint[], :tokens_at::bigint[])
        as i(quota_key_no, partition_key, execution_id, guard_until, token_at)
-on conflict (partition_key, execution_id, quota_key_no) do update
+on conflict (quota_key_no, execution_id) do update
    set admitted_at = case when excluded.guard_until > 0 then excluded.admitted_at else g.admitted_at end,
        token_at = case when excluded.guard_until > 0 then excluded.token_at else g.token_at end,
        is_released = g.is_released and excluded.guard_until = 0,

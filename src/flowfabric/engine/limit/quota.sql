@@ -79,7 +79,7 @@ counted as (
 )
 insert into quota_admission (quota_key_no, partition_key, execution_id, admitted_at, guard_until, has_slot, token_at)
 values (:quota_key_no, :partition_key, :execution_id, :now, :guard_until, :has_slot, :token_at)
-on conflict (partition_key, execution_id, quota_key_no) do update
+on conflict (quota_key_no, execution_id) do update
    set admitted_at = excluded.admitted_at, guard_until = excluded.guard_until, has_slot = excluded.has_slot, token_at = excluded.token_at,
        is_released = false;
 
@@ -87,7 +87,7 @@ on conflict (partition_key, execution_id, quota_key_no) do update
 -- The keys of a quota that have a guard or a slot of an execution.
 select k.quota_key_no
   from (select a.quota_key_no from quota_admission a
-         where a.partition_key = any(array[:execution_partition::smallint]) and a.execution_id = any(array[:execution_id::uuid]) and not a.is_released
+         where a.execution_id = :execution_id and not a.is_released
         union
         select s.quota_key_no
           from execution e cross join lateral unnest(e.slot_keys) as s(quota_key_no)
@@ -102,13 +102,12 @@ select k.quota_key_no
 -- slots became free. The tokens stay.
 with guard as materialized (
   select a.quota_key_no, a.has_slot from quota_admission a
-   where a.partition_key = any(array[:partition_key::smallint]) and a.execution_id = any(array[:execution_id::uuid])
-     and a.quota_key_no = any(:quota_key_nos::int[]) and not a.is_released
+   where a.quota_key_no = any(:quota_key_nos::int[]) and a.execution_id = :execution_id and not a.is_released
 ),
 released as (
   update quota_admission a set has_slot = false, is_released = true
     from guard g
-   where a.partition_key = :partition_key and a.execution_id = :execution_id and a.quota_key_no = g.quota_key_no
+   where a.quota_key_no = g.quota_key_no and a.execution_id = :execution_id
 ),
 own as materialized (
   select e.slot_keys, array(select unnest(e.slot_keys) except select unnest(:quota_key_nos) order by 1) as kept from execution e
