@@ -95,7 +95,9 @@ held as materialized (
                 e.ownership_state, e.eligibility_state, e.terminal_outcome, e.attempt_state, e.public_state, e.lease_epoch,
                 e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count, e.worker_no, e.claim_no, e.claimed_at,
                 e.lease_expires_at, e.retention_ms, e.delay_until, e.last_transition_at, e.attempt_timeout_at,
-                e.suspension_timeout_at, e.deadline_at, e.granted_until, e.flow_id, e.instance_tag, e.slot_keys
+                e.suspension_timeout_at, e.deadline_at, e.granted_until, e.flow_id, e.instance_tag,
+                -- The previous version leaves the slots of leases that it ends for the recount.
+                case when e.ownership_state = 'leased' or e.granted_until is not null then e.slot_keys end as slot_keys
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id
             for update skip locked) e on true

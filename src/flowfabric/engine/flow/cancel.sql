@@ -26,7 +26,8 @@ member as materialized (
     from unnest(:execution_ids::uuid[]) as i(execution_id)
    cross join clock c
    cross join lateral (
-         select e.partition_key, e.execution_id, e.queue_no, e.place, e.attached & 1 <> 0 as has_grant, e.slot_keys,
+         select e.partition_key, e.execution_id, e.queue_no, e.place, e.attached & 1 <> 0 as has_grant,
+                case when e.granted_until is not null then e.slot_keys end as slot_keys,
                 e.lifecycle_phase in ('submitted', 'runnable') as is_runnable, e.eligibility_state,
                 e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked') as is_lost
            from execution e

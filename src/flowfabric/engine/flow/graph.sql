@@ -147,7 +147,8 @@ returning g.applied_count - g.succeeded_count - g.failed_count - g.skipped_count
 -- stops the timer of its delay; the time of the delay stays. Returns the quota keys in which slots became free.
 with clock as materialized (select ff_now() as now),
 held as materialized (
-  select e.partition_key, e.execution_id, e.eligibility_state, e.queue_no, e.place, e.attached, e.slot_keys,
+  select e.partition_key, e.execution_id, e.eligibility_state, e.queue_no, e.place, e.attached,
+         case when e.granted_until is not null then e.slot_keys end as slot_keys,
          (select q.route_no from queue q where q.queue_no = e.queue_no) as route_no
     from execution e
    where e.partition_key = :partition_key and e.execution_id = :execution_id

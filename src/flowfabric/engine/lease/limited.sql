@@ -128,7 +128,8 @@ picked as materialized (
     from (select s.* from candidate s order by s.nth) s
    cross join lateral (select from ready l where l.ctid = s.tid for update skip locked) l
    cross join lateral (
-         select e.partition_key, e.execution_id, e.lease_epoch, coalesce(e.quota_weight, 1) as weight, e.slot_keys,
+         select e.partition_key, e.execution_id, e.lease_epoch, coalesce(e.quota_weight, 1) as weight,
+                case when e.granted_until is not null then e.slot_keys end as slot_keys,
                 e.eligibility_state = 'eligible_now' as is_markable,
                 -- include: claim.branch
            from execution e

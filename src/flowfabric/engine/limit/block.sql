@@ -7,7 +7,8 @@ select blocking_reason from execution where partition_key = :partition_key and e
 -- stays. If a limit blocks it, it keeps its entry of ready. Returns the quota keys in which slots became free.
 with clock as materialized (select ff_now() as now),
 held as materialized (
-  select e.partition_key, e.execution_id, e.eligibility_state, e.blocking_reason, e.queue_no, e.place, e.attached, e.slot_keys,
+  select e.partition_key, e.execution_id, e.eligibility_state, e.blocking_reason, e.queue_no, e.place, e.attached,
+         case when e.granted_until is not null then e.slot_keys end as slot_keys,
          e.eligibility_state = :to_eligibility::eligibility_state as is_same,
          (select q.route_no from queue q where q.queue_no = e.queue_no) as route_no
     from execution e
