@@ -48,7 +48,7 @@ async def test_a_worker_of_the_previous_version_claims_no_limited_work(
     await given.created(lane_id="attached")
     assert await old_claim(previous, "attached") == []
     runs = await claim(engine)
-    assert [each.execution_id for each in runs][0] == first
+    assert runs[0].execution_id == first
     assert second not in [each.execution_id for each in runs]
     await engine.complete_many([(each.handle, b"") for each in runs])
     assert await engine.find_inconsistencies() == []
