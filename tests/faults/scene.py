@@ -35,7 +35,7 @@ _VARYING = frozenset(
     {"event_id", "xid", "place", "sequence", "namespace_no", "lane_no", "route_no", "queue_no", "worker_no", "claim_no"}
     | {"budget_partition", "execution_partition"}
     | {"edge_no", "after_edge_no", "grant_id", "partition_key", "subject_partition", "token", "token_kid", "secret"}
-    | {"quota_key_no"}
+    | {"quota_key_no", "slot_keys"}
 )
 """Columns whose values differ between subjects."""
 _FIRST_TIMESTAMP = 10**12
@@ -115,6 +115,13 @@ union all select 'lane', to_jsonb(t)::text from lane t where t.lane_id = $3
 union all select 'limit_attachment', to_jsonb(t)::text from limit_attachment t where t.scope_id = $3
 union all select 'queue', jsonb_build_object('budgets', budget_ids, 'quotas', cardinality(quota_key_nos))::text
   from queue join lane l using (lane_no) where l.lane_id = $3
+union all select 'quota_key', jsonb_build_object('tokens', k.window_tokens, 'used', k.taken - r.returned)::text
+  from quota_key k
+ cross join lateral (
+       select coalesce(sum(r.returned), 0) as returned from slot_return r where r.quota_key_no = k.quota_key_no) r
+ where k.key = $3
+union all select 'quota_admission', to_jsonb(t)::text
+  from quota_admission t where t.quota_key_no in (select quota_key_no from quota_key where key = $3)
 union all select 'flow', to_jsonb(t)::text from flow t where t.flow_kind = $3
 union all select 'worker', to_jsonb(t)::text from worker t where t.worker_instance_id = $3
 union all select 'worker_event', to_jsonb(t)::text from worker_event t where t.worker_instance_id = $3

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from engine.limit.limits import limited, quota
-from engine.state import claim, items, new
+from engine.state import claim, items, made, new
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.room import RoomWaits
@@ -38,6 +38,32 @@ async def test_work_without_limits_passes_blocked_work_and_keeps_its_order(
     assert [run.execution_id for run in runs] == [first, high, low]
     await engine.complete(runs[0].handle, b"")
     assert [run.execution_id for run in await claim(engine)] == blocked[:1]
+
+
+async def test_limited_work_behind_work_without_limits_keeps_its_place(
+    engine: Engine, given: Given, clock: Clock
+) -> None:
+    policy = limited(await quota(engine, running=1))
+    await given.cancelled(policy=policy)
+    free = await made(engine, *[new() for _ in range(70)])
+    place = await given.created(policy=policy)
+    await given.created()
+    assert [run.execution_id for run in await claim(engine)] == free[:10]
+    assert [run.execution_id for run in await claim(engine, limit=60)] == free[10:]
+    assert [run.execution_id for run in await claim(engine, limit=1)] == [place]
+
+
+async def test_a_retry_that_needs_no_token_leaves_it_to_the_next_in_order(
+    engine: Engine, given: Given, clock: Clock
+) -> None:
+    retries = {"retry_policy": {"max_retries": 9, "backoff": {"type": "fixed", "delay_ms": 0}}}
+    policy = limited(await quota(engine, rate=2), **retries)
+    first = await given.created(policy=policy)
+    (run,) = await claim(engine)
+    second = await given.created(policy=policy)
+    await given.created()
+    await engine.fail(run.handle, reason="x")
+    assert [run.execution_id for run in await claim(engine, limit=2)] == [first, second]
 
 
 async def test_each_key_has_slots_of_its_own(engine: Engine, given: Given, clock: Clock) -> None:

@@ -130,17 +130,22 @@ async def test_a_slot_that_returns_while_a_claim_is_denied_wakes_it(
     await given.created(policy=limited(slots))
     (run,) = await claim(engine)
     waiting = await given.created(policy=limited(slots))
-    run_is_over = asyncio.Event()
+    calls = 0
+    last: int | None = None
     for name in ("_round", "_round_of_spans"):
         call = getattr(LimitedClaims, name)
 
-        async def delayed(*values: Any, call: Any = call, **named: Any) -> Any:
+        async def counted(*values: Any, call: Any = call, **named: Any) -> Any:
+            nonlocal calls
             found = await call(*values, **named)
-            if not run_is_over.is_set():
-                run_is_over.set()
+            calls += 1
+            if calls == last:
                 await engine.complete(run.handle, b"x")
             return found
 
-        monkeypatch.setattr(LimitedClaims, name, delayed)
+        monkeypatch.setattr(LimitedClaims, name, counted)
+    assert await claim(engine) == []
+    # The slot returns after the last statement that a claim makes before it waits has read that there is none.
+    calls, last = 0, calls
     async with asyncio.timeout(20):
         assert [each.execution_id for each in await claim(engine, max_wait_ms=WAIT_MS)] == [waiting]

@@ -137,11 +137,8 @@ ROWS: dict[str, list[tuple[str, str]]] = {
     "execution_tag: has_tags contradicts the tags": [
         ("created", "has_tags = true"),
     ],
-    "slot_keys: set without a lease and without a grant": [
-        ("created", "slot_keys = '{1}', attached = 8"),
-    ],
     "attached: the slot bit contradicts slot_keys": [
-        ("created", "attached = 8"),
+        ("claimed", "attached = 8"),
         ("claimed", "slot_keys = '{1}'"),
     ],
     "attached: the suspension bit contradicts the suspensions": [

@@ -285,7 +285,7 @@ class LockedWithGrant(LockedExecution, frozen=True, kw_only=True):
     required: list[str]
     quota_key_nos: list[int]
     """The keys of the quotas that limit it."""
-    slot_keys: list[int]
+    slot_keys: list[int] | None
     """The quota keys of which it holds a slot."""
     policy: str | None
     grant_kind: str | None

@@ -45,7 +45,8 @@ left join lateral (
 select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state,
        e.terminal_outcome, e.attempt_state, e.blocking_reason, e.queue_no, e.place, e.reclaim_count, e.lease_epoch, e.lease_id,
        coalesce(e.attempt_id, e.lease_id) as attempt_id, e.attempt_count, greatest(e.lease_expires_at, r.expires_at) as lease_expires_at,
-       e.remaining_attempt_timeout_ms, e.granted_until, l.lane_no, l.lane_id, l.state as lane_state, ff_required(s.required) as required, q.quota_key_nos, coalesce(e.slot_keys, '{}') as slot_keys,
+       e.remaining_attempt_timeout_ms, e.granted_until, l.lane_no, l.lane_id, l.state as lane_state, ff_required(s.required) as required, q.quota_key_nos,
+       case when e.ownership_state = 'leased' or e.granted_until is not null then e.slot_keys end as slot_keys,
        e.policy, g.kind as grant_kind, g.worker_id as grant_worker_id, g.worker_instance_id as grant_worker_instance_id,
        g.grant_id, g.expires_at as grant_expires_at, k.kid as signing_kid, coalesce(k.installed_at, 0) as signing_since, c.now
   from execution e

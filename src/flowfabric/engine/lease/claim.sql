@@ -111,7 +111,7 @@ picked as materialized (
                   else nullif((e.policy #>> '{timeout_policy,attempt_timeout_ms}')::bigint, 0) end as timeout_ms,
                 e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted, e.attached & 4 <> 0 as had_stream,
                 null::uuid as given_attempt_id, null::jsonb as given_policy, null::bigint as given_deadline_at,
-                nullif(e.slot_keys, '{}') as given_slot_keys, false as was_blocked
+                case when e.granted_until is not null then e.slot_keys end as given_slot_keys, false as was_blocked
            from execution e
           where e.partition_key = r.partition_key and e.execution_id = r.execution_id
             and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
@@ -161,7 +161,7 @@ leased as (
            else 'initial' end::attempt_type,
          attempt_count = e.attempt_count + (p.branch <> 'resumed')::int,
          reclaim_count = e.reclaim_count + (p.branch = 'reclaimed')::int,
-         attached = (e.attached & case p.branch when 'resumed' then ~1 else ~5 end) | case when p.given_slot_keys is null then 0 else 8 end,
+         attached = (e.attached & case p.branch when 'resumed' then ~9 else ~13 end) | case when p.given_slot_keys is null then 0 else 8 end,
          slot_keys = p.given_slot_keys,
          last_transition_at = (select now from clock), last_mutation_at = null,
          started_at = case when e.attempt_count > 0 then coalesce(e.started_at, e.claimed_at) end,

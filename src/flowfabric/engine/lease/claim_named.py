@@ -254,7 +254,7 @@ class NamedClaims:
         else:
             timeout_ms = locked.remaining_attempt_timeout_ms if branch == "resumed" else locked.attempt_timeout_ms
         slot_keys = await self._admissions.take_slots(
-            transaction, locked.execution_id, locked.quota_key_nos, locked.slot_keys
+            transaction, locked.execution_id, locked.quota_key_nos, locked.slot_keys or ()
         )
         (row,) = await transaction.fetch(
             SQL.lease_locked,

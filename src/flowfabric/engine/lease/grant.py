@@ -254,7 +254,7 @@ class Grants:
         """
         if slot_keys is None:
             slot_keys = await self._admissions.take_slots(
-                transaction, locked.execution_id, locked.quota_key_nos, locked.slot_keys
+                transaction, locked.execution_id, locked.quota_key_nos, locked.slot_keys or ()
             )
         key = await self._keys.signing(transaction, locked.signing_kid, locked.signing_since)
         expires_at_ms = locked.now + grantee.grant_ttl_ms

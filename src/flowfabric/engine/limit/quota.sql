@@ -60,7 +60,9 @@ select c.now, k.taken, k.window_ats, k.window_tokens,
        select g.token_at, g.guard_until, g.is_released, g.has_slot from quota_admission g
         where g.quota_key_no = k.quota_key_no and g.execution_id = :execution_id limit 1) g on true
   left join lateral (
-       select e.slot_keys from execution e where e.partition_key = :partition_key and e.execution_id = :execution_id limit 1) e on true
+       select e.slot_keys from execution e
+        where e.partition_key = :partition_key and e.execution_id = :execution_id
+          and (e.ownership_state = 'leased' or e.granted_until is not null) limit 1) e on true
  where k.quota_key_no = :quota_key_no;
 
 -- name: set_window
@@ -91,7 +93,8 @@ select k.quota_key_no
         union
         select s.quota_key_no
           from execution e cross join lateral unnest(e.slot_keys) as s(quota_key_no)
-         where e.partition_key = :execution_partition and e.execution_id = :execution_id) i
+         where e.partition_key = :execution_partition and e.execution_id = :execution_id
+           and (e.ownership_state = 'leased' or e.granted_until is not null)) i
  cross join lateral (
        select k.quota_key_no, k.partition_key, k.quota_policy_id from quota_key k where k.quota_key_no = i.quota_key_no limit 1) k
  where k.partition_key = :partition_key and k.quota_policy_id = :quota_policy_id
@@ -112,6 +115,7 @@ released as (
 own as materialized (
   select e.slot_keys, array(select unnest(e.slot_keys) except select unnest(:quota_key_nos) order by 1) as kept from execution e
    where e.partition_key = :partition_key and e.execution_id = :execution_id and e.slot_keys && :quota_key_nos
+     and (e.ownership_state = 'leased' or e.granted_until is not null)
 ),
 disowned as (
   update execution e

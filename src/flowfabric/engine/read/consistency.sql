@@ -254,9 +254,9 @@ select e.partition_key, e.execution_id, rule.problem
        -- An execution that was claimable keeps its entry while a limit blocks it.
        ('ready: an entry though the execution is not claimable', not e.is_claimable
          and e.eligibility_state not in ('blocked_by_budget', 'blocked_by_quota') and r.place is not null),
-       ('slot_keys: set without a lease and without a grant', cardinality(e.slot_keys) > 0
-         and e.ownership_state <> 'leased' and e.granted_until is null),
-       ('attached: the slot bit contradicts slot_keys', (e.attached & 8 <> 0) <> (coalesce(cardinality(e.slot_keys), 0) > 0)),
+       -- The previous version leaves slot_keys when it ends a lease; they mean nothing without a lease and without a grant.
+       ('attached: the slot bit contradicts slot_keys', (e.ownership_state = 'leased' or e.granted_until is not null)
+         and (e.attached & 8 <> 0) <> (coalesce(cardinality(e.slot_keys), 0) > 0)),
        ('ready: the entry names another execution', (r.partition_key, r.execution_id) <> (e.partition_key, e.execution_id)),
        ('ready: the route is not the route of the queue', r.route_no <> q.route_no),
        ('ready: granted_until is not granted_until of the execution', r.place is not null and r.granted_until is distinct from e.granted_until),
