@@ -333,11 +333,6 @@ class Turns:
             changes.resumed |= resumed
         self._paused = {each: until for each, until in self._paused.items() if resumed.isdisjoint((None, each))}
 
-    @property
-    def next_resume(self) -> float | None:
-        """The seconds until the first paused queue may be chosen again; None if no queue is paused."""
-        return max(0.0, min(self._paused.values()) - self._clock()) if self._paused else None
-
     def _set_clock(self, now_ms: int) -> None:
         self._ms_ahead = now_ms - self._clock() * 1000
 
