@@ -87,6 +87,20 @@ async def test_an_execution_is_unblocked_when_every_quota_has_a_token_and_a_slot
     assert await states(rows, execution_id) == ["eligible_now"]
 
 
+async def test_a_quota_with_a_corrupt_limit_keeps_only_its_own_executions_blocked(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    corrupt, sound = uuid4(), uuid4()
+    execution_ids = []
+    for quota in (corrupt, sound):
+        await engine.create_quota_policy(quota, 10, 0, 1)
+        execution_ids.append(await given.created(policy={"quota_policy_id": str(quota)}))
+        await engine.block_execution_for_admission(execution_ids[-1], "waiting_for_quota")
+    await connection.execute("update quota_policy set max_concurrent = -1 where quota_policy_id = $1", corrupt)
+    await unblock(engine)
+    assert await states(rows, *execution_ids) == ["blocked_by_quota", "eligible_now"]
+
+
 async def test_the_longest_blocked_executions_get_the_room_that_there_is(
     engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
