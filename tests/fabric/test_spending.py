@@ -396,9 +396,7 @@ async def test_a_budget_is_created_once_and_code_does_not_change_it(fabric: Fabr
         assert status.soft_limits == {"tokens": 80, "calls": 3}
         await budget.raise_to(tokens=500)
         await budget.raise_to(tokens=200)
-        with pytest.raises(
-            InvalidInputError, match=r"raise_to: budget .* has no hard limit of 'calls' to"
-        ):
+        with pytest.raises(InvalidInputError, match=r"raise_to: budget .* has no hard limit of 'calls' to"):
             await budget.raise_to(tokens=600, calls=7)
         other = Fabric(url)
         async with other:

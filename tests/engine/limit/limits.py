@@ -53,35 +53,6 @@ async def hold_slots(connection: asyncpg.Connection, execution_id: str, *nos: in
     await connection.execute("update quota_key set taken = taken + 1 where quota_key_no = any($1::int[])", nos)
 
 
-async def limit_queue(
-    connection: asyncpg.Connection,
-    execution_id: str,
-    *,
-    quota_keys: tuple[int, ...] = (),
-    budgets: tuple[UUID, ...] = (),
-) -> None:
-    """Let these keys and budgets limit the queue of an execution. Creating executions does it; this stands in."""
-    await connection.execute(
-        """
-        with own as (
-          insert into admission_key (digest, quota_key_nos, attached_key_nos, budget_ids, fair_key)
-          values (sha256($1::text::bytea), $2, '{}', $3, '') returning admission_key_no),
-        hidden as (
-          insert into capability_set (required, digest) values ('{limited claims}', sha256('limited claims'))
-          on conflict (digest) do update set required = excluded.required returning capability_set_no),
-        limited as (
-          update queue set quota_key_nos = $2, budget_ids = $3, admission_key_no = (select admission_key_no from own)
-           where queue_no = (select queue_no from execution where execution_id = $1::text::uuid)
-          returning route_no)
-        update route set capability_set_no = (select capability_set_no from hidden)
-         where route_no in (select route_no from limited)
-        """,
-        uuid_of(execution_id),
-        quota_keys,
-        budgets,
-    )
-
-
 async def quota(
     engine: Engine, *, running: int = 0, rate: int = 0, window: int = 60, key_from: str | None = None
 ) -> UUID:
