@@ -3,9 +3,7 @@
 from typing import Any
 from uuid import UUID, uuid4
 
-import asyncpg
-
-from fixtures import Rows, uuid_of
+from fixtures import Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.ids import ExecutionId, format_execution_id
 
@@ -40,17 +38,6 @@ async def key_no(engine: Engine, rows: Rows, quota: UUID, key: str = "default") 
     await check(engine, quota, some_id(), "" if key == "default" else key)
     (row,) = await rows.of("quota_key", quota_policy_id=quota, key=key)
     return int(row["quota_key_no"])
-
-
-async def hold_slots(connection: asyncpg.Connection, execution_id: str, *nos: int) -> None:
-    """Let an execution hold a slot of each of these keys. Claims take slots; this stands in for them."""
-    await connection.execute(
-        "update execution set slot_keys = $2, attached = attached | 8 where execution_id = $1",
-        uuid_of(execution_id),
-        nos,
-    )
-    await connection.execute("update claim_grant set has_slots = true where execution_id = $1", uuid_of(execution_id))
-    await connection.execute("update quota_key set taken = taken + 1 where quota_key_no = any($1::int[])", nos)
 
 
 async def quota(

@@ -322,7 +322,7 @@ class Turns:
             self.appeared(span.queue_no, left)
 
     def pause(self, queue_no: int, seconds: float, *, changes: Changes | None = None) -> None:
-        """Do not choose a saturated queue for so long, unless its limits may have got room since they were read."""
+        """Do not choose a queue without room for so long, unless its limits may have got room since they were read."""
         if changes is None or changes.resumed.isdisjoint((None, queue_no)):
             self._paused[queue_no] = self._clock() + seconds
 
