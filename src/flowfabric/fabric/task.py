@@ -90,7 +90,7 @@ class TaskOptions(SubmitOptions, total=False):
     per: str
     """The argument, or the tag such as `"tag:app.tenant"`, each value of which has these limits for itself."""
     weight: str
-    """The argument that says how many of the `rate` a run takes; by default each takes one."""
+    """The argument, or the tag, that says how many of the `rate` a run takes; by default each takes one."""
 
 
 Options = TypeVar("Options", bound=SubmitOptions)
