@@ -234,6 +234,8 @@ async def test_an_approved_run_goes_on_and_every_true_cost_is_counted_once(
         run = await ask.submit()
         detail = await is_asking(run, eventually)
         assert detail == "budget llm: tokens 500/1000, 600 more asked for"
+        asks = "suspended until a signal reaches waitpoint 'paused_by_budget'"
+        assert (await run.explain()).summary == f"{asks}, {detail}"
         assert (paid, await used(budget)) == ([300], (500, 0))
         await run.approve_budget(raise_to={"tokens": 5000}, by="ada")
         assert await run.result(timeout=60) == "done"
@@ -271,6 +273,11 @@ async def test_a_run_asks_again_if_the_approved_ceiling_is_too_low(fabric: Fabri
     async with fabric, fabric.worker():
         run = await ask.submit()
         await is_asking(run, eventually)
+        with pytest.raises(InvalidInputError, match=r"raise_to: budget llm has no hard limit of 'token' to raise"):
+            await run.approve_budget(raise_to={"token": 120}, by="ada")
+        with pytest.raises(InvalidInputError, match="by: "):
+            await run.approve_budget(raise_to={"tokens": 120}, by=7)  # type: ignore[arg-type]
+        assert (await budget.status()).hard_limits == {"tokens": 100}
         await run.approve_budget(raise_to={"tokens": 120}, by="ada")
 
         async def has_asked_again() -> bool:
@@ -388,7 +395,9 @@ async def test_a_budget_is_created_once_and_code_does_not_change_it(fabric: Fabr
         assert status.hard_limits == {"tokens": 100, "calls": 0}
         assert status.soft_limits == {"tokens": 80, "calls": 3}
         await budget.raise_to(tokens=500)
-        await budget.raise_to(tokens=200, calls=7)
+        await budget.raise_to(tokens=200)
+        with pytest.raises(InvalidInputError, match=r"raise_to: budget .* has no hard limit of 'calls' to"):
+            await budget.raise_to(tokens=600, calls=7)
         other = Fabric(url)
         async with other:
             again = other.budget("llm", tokens=1)

@@ -145,6 +145,8 @@ async def test_a_wrong_call_or_option_is_refused_at_once(url: str) -> None:
             await job.submit(1, 2)  # type: ignore[call-overload]
         with pytest.raises(TypeError, match=r"no such option: prio; .*; did you mean priority\?"):
             job.options(prio=1)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r"max_running belongs to the task and is the same for all runs: @fabric"):
+            job.options(max_running=1)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match=r"no such option: retires; .*; did you mean retries\?"):
             fabric.task(retires=1)  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="task 'job': no such argument: 'w'; its arguments are: a"):

@@ -113,4 +113,4 @@ def test_slots_are_counted_only_under_a_cap() -> None:
     assert state.denial(0, needs_slot=False) is None
     unlimited = state_of(0)
     unlimited.admit(0)
-    assert (unlimited.used, unlimited.limits.is_unlimited) == (0, True)
+    assert (unlimited.used, unlimited.entries) == (0, [])

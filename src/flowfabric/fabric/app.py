@@ -205,13 +205,11 @@ class Fabric:
         self.tasks[task.name] = task
         return task
 
-    async def _prepare(self, task: str, limits: TaskLimits | None, budgets: Iterable[Budget]) -> None:
-        """Create the limits of a task and budgets, unless this process has done so."""
-        if limits is not None and task not in self._limited:
+    async def _define_limits(self, task: str, limits: TaskLimits) -> None:
+        """Create the limits of a task, unless this process has done so."""
+        if task not in self._limited:
             await define_limits(self.engine, task, limits)
             self._limited.add(task)
-        for budget in budgets:
-            await budget.create(self.engine)
 
     async def _apply_limits(self) -> None:
         """Let the limits of the tasks be what their options say; a worker does so before it starts."""

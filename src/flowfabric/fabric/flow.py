@@ -191,8 +191,8 @@ class Flow:
         """Create the limits of the tasks, and the budgets, once in a process."""
         for task in {id(node._task): node._task for node in self._nodes}.values():
             await task._prepare()
-        if self._budgets:
-            await self._fabric._prepare("", None, self._budgets)
+        for budget in self._budgets:
+            await budget.create(self._fabric.engine)
 
     def _uuid_of(self, index: int) -> str:
         # The same ids in every process that submits the flow, so that each of them finds the runs of its nodes.

@@ -13,7 +13,7 @@ from flowfabric.model.errors import ConflictError, error
 from flowfabric.model.ids import QuotaPolicyId
 from flowfabric.model.limit import check_source
 from flowfabric.model.quota import MAX_LIMIT, MAX_WINDOW_SECONDS, QuotaCreated
-from flowfabric.model.text import shown
+from flowfabric.model.text import check_range, shown
 from flowfabric.worker.context import Context
 
 _SCOPE = UUID("4d6d0d0f-6c4b-5a55-8a7e-5f5a2f2f8f61")
@@ -63,11 +63,14 @@ def limits_of(
         return None
     if weight is not None and rate is None:
         raise error("invalid_input", "weight: has no effect without rate, whose tokens it counts")
-    if max_running is not None and (type(max_running) is not int or not 1 <= max_running <= MAX_LIMIT):
-        raise error("invalid_input", f"max_running: must be a whole number of at least 1, got {shown(max_running)}")
+    if max_running is None:
+        max_running = 0
+    else:
+        check_range(max_running, "max_running", 1, MAX_LIMIT)
+    assert isinstance(max_running, int)
     tokens, seconds = (0, 0) if rate is None else parse_rate(rate)
     return TaskLimits(
-        max_running=max_running or 0,
+        max_running=max_running,
         rate=tokens,
         window_seconds=seconds,
         key_from=None if per is None else _source(task, function, per, "per"),
@@ -86,7 +89,8 @@ def parse_rate(rate: object) -> tuple[int, int]:
         )
     tokens, seconds = int(found[1]), int(found[2] or 1) * _SECONDS[found[3]]
     if tokens > MAX_LIMIT or seconds > MAX_WINDOW_SECONDS:
-        raise error("invalid_input", f"rate: is too large: {shown(rate)}")
+        most = f"at most {MAX_LIMIT} in at most {MAX_WINDOW_SECONDS} seconds"
+        raise error("invalid_input", f"rate: is too large: must be {most}, got {shown(rate)}")
     return tokens, seconds
 
 

@@ -297,6 +297,8 @@ class Run(Generic[Value]):
         given = check_amounts(raise_to or {}, "raise_to", least=1, most=MAX_TOTAL, is_empty_allowed=True)
         payload = msgspec.json.encode(given)
 
+        check_length(by, "by", MAX_TEXT)
+
         async def approve(waitpoint_id: WaitpointId) -> None:
             # First: a run whose budget is used up is not claimed.
             await raise_for(self._fabric.engine, self.id, given)
@@ -307,13 +309,14 @@ class Run(Generic[Value]):
     async def reject_budget(self, *, by: str = "", timeout: Duration = 30) -> None:
         """Refuse the run that asks for more of a budget: BudgetExceeded is raised in its handler."""
 
+        check_length(by, "by", MAX_TEXT)
+
         async def reject(waitpoint_id: WaitpointId) -> None:
             await self._answer_budget(waitpoint_id, REJECT, b"null", by)
 
         await self._when_waiting(ASK, None, reject, milliseconds(timeout, "timeout") / 1000)
 
     async def _answer_budget(self, waitpoint_id: WaitpointId, name: str, payload: bytes, by: str) -> None:
-        check_length(by, "by", MAX_TEXT)
         await parts_of(self._fabric.engine).signals.deliver_trusted(
             execution_id=self.id,
             waitpoint_id=waitpoint_id,
@@ -352,7 +355,8 @@ class Run(Generic[Value]):
             if left <= 0:
                 waits = ", ".join(map(repr, target.open_keys))
                 why = f": it waits for {waits}" if waits else _state_text(target.state)
-                raise TimeoutError(f"{self.id} did not wait for signal {key!r} within {seconds:g} s{why}")
+                missed = "ask for more of a budget" if key == ASK else f"wait for signal {key!r}"
+                raise TimeoutError(f"{self.id} did not {missed} within {seconds:g} s{why}")
             await asyncio.sleep(min(pause, left))
 
     def stream(self, *, after: str | None = None, attempt: int | None = None, follow: bool = True) -> RunFrames:

@@ -90,7 +90,7 @@ class TaskOptions(SubmitOptions, total=False):
     per: str
     """The argument, or the tag such as `"tag:app.tenant"`, each value of which has these limits for itself."""
     weight: str
-    """The argument that says how many of the `rate` a run takes; by default each takes one."""
+    """The argument, or the tag, that says how many of the `rate` a run takes; by default each takes one."""
 
 
 Options = TypeVar("Options", bound=SubmitOptions)
@@ -107,8 +107,8 @@ class TaskFabric(RunFabric, Protocol):
         """Add a task to those that the workers of the fabric run."""
         ...
 
-    async def _prepare(self, task: str, limits: TaskLimits | None, budgets: Iterable[Budget]) -> None:
-        """Create the limits of a task and budgets, unless this process has done so."""
+    async def _define_limits(self, task: str, limits: TaskLimits) -> None:
+        """Create the limits of a task, unless this process has done so."""
         ...
 
 
@@ -323,8 +323,10 @@ class Task(Generic[Called, Params, Returned]):
 
     async def _prepare(self) -> None:
         """Create the limits of the task and its budgets, once in a process."""
-        if self._limits is not None or self._budgets:
-            await self._fabric._prepare(self.name, self._limits, self._budgets)
+        if self._limits is not None:
+            await self._fabric._define_limits(self.name, self._limits)
+        for budget in self._budgets:
+            await budget.create(self._fabric.engine)
 
     async def _with_parents(self, calls: "Sequence[Call[Any]]") -> list[NewExecution]:
         """Return what is submitted for calls; those of a handler get the limits of its run."""
@@ -469,6 +471,10 @@ def _check_function(function: object) -> None:
 
 def _checked(options: Options, known: type[Options]) -> Options:
     """Return the options if all of them are known, with items that can be read more than once."""
+    if of_task := sorted(options.keys() & (TaskOptions.__annotations__.keys() - known.__annotations__.keys())):
+        raise TypeError(
+            f"{of_task[0]} belongs to the task and is the same for all runs: @fabric.task({of_task[0]}=...)"
+        )
     check_options(options, known.__annotations__)
     items: dict[str, object] = {}
     if options.get("capabilities") is not None:

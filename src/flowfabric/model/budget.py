@@ -300,16 +300,22 @@ class Account:
 
 
 def check_amounts(
-    value: object, name: str, *, least: int = 0, most: int = MAX_DELTA, is_empty_allowed: bool = False
+    value: object,
+    name: str,
+    *,
+    least: int = 0,
+    most: int = MAX_DELTA,
+    is_empty_allowed: bool = False,
+    example: str = "{'usd': 5}",
 ) -> dict[str, int]:
     """Return the amounts of dimensions by name, each a whole number of at least `least`."""
     if not isinstance(value, Mapping):
         raise error(
             "invalid_input",
-            f"{name}: expected a mapping of dimensions to numbers, got {shown(value)}; e.g. {{'usd': 5}}",
+            f"{name}: expected a mapping of dimensions to numbers, got {shown(value)}; e.g. {example}",
         )
     if not value and not is_empty_allowed:
-        raise error("invalid_input", f"{name}: must have at least one dimension, e.g. {{'usd': 5}}")
+        raise error("invalid_input", f"{name}: must have at least one dimension, e.g. {example}")
     _check_count(value, name)
     found: dict[str, int] = {}
     for dimension, amount in value.items():

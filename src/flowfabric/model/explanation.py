@@ -190,6 +190,8 @@ class SignalsReason:
     reason_code: str
     waitpoints: tuple[OpenWaitpoint, ...]
     timeout_at: int | None
+    detail: str | None = None
+    """What it asks for, if somebody has to decide about a budget."""
     kind: Literal["signals"] = "signals"
 
 
@@ -347,7 +349,7 @@ def _phrase(reason: Reason) -> str:
             return _dependencies(reason)
         case SignalsReason():
             times_out = "" if reason.timeout_at is None else f"; times out at {_time(reason.timeout_at)}"
-            return f"until {_awaited(reason.waitpoints)}{times_out}"
+            return f"until {_awaited(reason.waitpoints)}{_detail(reason.detail)}{times_out}"
         case RunningReason():
             return f"on {_worker(reason)}, leased until {_time(reason.lease_expires_at)}"
         case LeaseLostReason():

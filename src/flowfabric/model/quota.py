@@ -90,11 +90,6 @@ class QuotaLimits:
         """The length of the window."""
         return (self.requests_per_window_seconds or DEFAULT_WINDOW_SECONDS) * 1000
 
-    @property
-    def is_unlimited(self) -> bool:
-        """Whether it limits nothing."""
-        return not self.max_requests_per_window and not self.active_concurrency_cap
-
 
 @dataclass(slots=True)
 class KeyState:

@@ -38,6 +38,9 @@ REPLAY_MARGIN_MS = 60_000
 """How long the outcome for an idempotency key is kept after the timeout of the suspension."""
 LONGEST_REPLAY_MS = 7 * 24 * 60 * 60 * 1000
 
+DEFAULT_DETAIL = "suspended: waitpoint"
+"""How the stored detail of a suspension begins, unless the caller gives one."""
+
 _DEFAULT_RESUME_POLICY = ResumePolicy()
 
 

@@ -9,7 +9,7 @@ from flowfabric.engine.lifecycle import StoreKey
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.budget import MAX_TOTAL, BudgetStatus, check_amounts
 from flowfabric.model.duration import Duration, milliseconds
-from flowfabric.model.errors import error
+from flowfabric.model.errors import InvalidInputError, error
 from flowfabric.model.ids import parse_uuid
 from flowfabric.model.text import check_short, shown
 
@@ -96,7 +96,8 @@ class Budget:
         """Raise hard limits: `await budget.raise_to(tokens=2_000_000)`; a limit that is higher already stays."""
         engine = self._engine()
         await self.create(engine)
-        await raise_limits(engine, self.id, check_amounts(limits, "limits", least=1, most=MAX_TOTAL))
+        ceilings = check_amounts(limits, "limits", least=1, most=MAX_TOTAL, example="tokens=5")
+        await raise_limits(engine, self.id, ceilings, field="raise_to")
 
     async def reset(self) -> None:
         """Set what is used to zero; what is reserved stays reserved."""
@@ -126,12 +127,29 @@ class Budget:
 
 def budget_id_of(budget: object, field: str = "budget") -> UUID:
     """Return the id of a budget that is given as it is or by its id."""
-    return budget.id if isinstance(budget, Budget) else parse_uuid(budget, field)
+    if isinstance(budget, Budget):
+        return budget.id
+    try:
+        return parse_uuid(budget, field)
+    except InvalidInputError:
+        raise error(
+            "invalid_input",
+            f"{field}: expected a budget or its UUID, got {shown(budget)}; fabric.budget(name, tokens=1000) makes one",
+        ) from None
 
 
-async def raise_limits(engine: Engine, budget_id: UUID, ceilings: Mapping[str, int]) -> bool:
-    """Raise hard limits that are lower than these; return whether there was one."""
+async def raise_limits(
+    engine: Engine, budget_id: UUID, ceilings: Mapping[str, int], *, field: str | None = None
+) -> None:
+    """Raise hard limits that are lower than these; with a field to name, refuse a dimension that has none."""
     status = await engine.get_budget_status(budget_id)
+    limited = [dimension for dimension, limit in status.hard_limits.items() if limit]
+    if field is not None and (unlimited := [each for each in ceilings if each not in limited]):
+        raise error(
+            "invalid_input",
+            f"{field}: budget {status.scope_id or budget_id} has no hard limit of {shown(unlimited[0])} to raise; it "
+            f"limits {', '.join(map(shown, limited)) or 'nothing'}",
+        )
     lower = {
         dimension: {"hard": ceiling}
         for dimension, ceiling in ceilings.items()
@@ -139,4 +157,3 @@ async def raise_limits(engine: Engine, budget_id: UUID, ceilings: Mapping[str, i
     }
     if lower:
         await engine.change_budget_limits(budget_id, limits=lower)
-    return bool(lower)

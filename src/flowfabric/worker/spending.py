@@ -87,7 +87,7 @@ class Spender:
         """Return a new call of this run, named by its key, or by its number among the calls without one."""
         spent = self.running.spent_keys
         budget_id = budget_id_of(budget)
-        wanted = check_amounts(amounts, "amounts", least=1, most=MAX_TOTAL)
+        wanted = check_amounts(amounts, "amounts", least=1, most=MAX_TOTAL, example="tokens=5")
         if key is None:
             number = self.running.spent_calls = self.running.spent_calls + 1
             name = f"call {number}"
@@ -285,13 +285,14 @@ async def raise_for(engine: Engine, execution_id: ExecutionId, ceilings: Mapping
     if found is None or found.continuation_metadata_pointer is None:
         return
     asked = msgspec.json.decode(found.continuation_metadata_pointer, type=Asked)
+    field = "raise_to" if ceilings else None
     if not ceilings:
         status = await engine.get_budget_status(asked.budget_id)
         ceilings = {
             dimension: status.usage.get(dimension, 0) + status.reserved.get(dimension, 0) + amount
             for dimension, amount in asked.amounts.items()
         }
-    await raise_limits(engine, asked.budget_id, ceilings)
+    await raise_limits(engine, asked.budget_id, ceilings, field=field)
 
 
 class Spend:

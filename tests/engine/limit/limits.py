@@ -3,9 +3,7 @@
 from typing import Any
 from uuid import UUID, uuid4
 
-import asyncpg
-
-from fixtures import Rows, uuid_of
+from fixtures import Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.ids import ExecutionId, format_execution_id
 
@@ -40,46 +38,6 @@ async def key_no(engine: Engine, rows: Rows, quota: UUID, key: str = "default") 
     await check(engine, quota, some_id(), "" if key == "default" else key)
     (row,) = await rows.of("quota_key", quota_policy_id=quota, key=key)
     return int(row["quota_key_no"])
-
-
-async def hold_slots(connection: asyncpg.Connection, execution_id: str, *nos: int) -> None:
-    """Let an execution hold a slot of each of these keys. Claims take slots; this stands in for them."""
-    await connection.execute(
-        "update execution set slot_keys = $2, attached = attached | 8 where execution_id = $1",
-        uuid_of(execution_id),
-        nos,
-    )
-    await connection.execute("update claim_grant set has_slots = true where execution_id = $1", uuid_of(execution_id))
-    await connection.execute("update quota_key set taken = taken + 1 where quota_key_no = any($1::int[])", nos)
-
-
-async def limit_queue(
-    connection: asyncpg.Connection,
-    execution_id: str,
-    *,
-    quota_keys: tuple[int, ...] = (),
-    budgets: tuple[UUID, ...] = (),
-) -> None:
-    """Let these keys and budgets limit the queue of an execution. Creating executions does it; this stands in."""
-    await connection.execute(
-        """
-        with own as (
-          insert into admission_key (digest, quota_key_nos, attached_key_nos, budget_ids, fair_key)
-          values (sha256($1::text::bytea), $2, '{}', $3, '') returning admission_key_no),
-        hidden as (
-          insert into capability_set (required, digest) values ('{limited claims}', sha256('limited claims'))
-          on conflict (digest) do update set required = excluded.required returning capability_set_no),
-        limited as (
-          update queue set quota_key_nos = $2, budget_ids = $3, admission_key_no = (select admission_key_no from own)
-           where queue_no = (select queue_no from execution where execution_id = $1::text::uuid)
-          returning route_no)
-        update route set capability_set_no = (select capability_set_no from hidden)
-         where route_no in (select route_no from limited)
-        """,
-        uuid_of(execution_id),
-        quota_keys,
-        budgets,
-    )
 
 
 async def quota(

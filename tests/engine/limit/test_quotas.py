@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 
-from engine.limit.limits import check, hold_slots, key_no, some_id, used, window
+from engine.limit.limits import check, key_no, limited, quota, some_id, used, window
 from engine.state import refused
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
@@ -196,10 +196,10 @@ async def test_each_dimension_counts_by_itself_and_an_empty_one_is_the_default(e
 
 
 async def test_an_execution_that_holds_a_slot_by_its_lease_takes_no_second_one(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
-    handle = await given.claimed()
-    await hold_slots(connection, handle.execution_id, await key_no(engine, rows, QUOTA))
+    await engine.create_quota_policy(QUOTA, 60, 0, 1)
+    handle = await given.claimed(policy=limited(QUOTA))
     assert await check(engine, QUOTA, handle.execution_id, **limits(rate=1, cap=1)) == Admitted()
     assert await check(engine, QUOTA, handle.execution_id, **limits(rate=1, cap=1)) == AlreadyAdmitted()
     assert await used(rows, QUOTA) == 1
@@ -279,14 +279,12 @@ async def test_a_release_frees_the_slots_under_every_key(engine: Engine, rows: R
     assert await used(rows, other) == 1
 
 
-async def test_a_release_frees_the_slot_of_a_lease(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
-) -> None:
-    handle = await given.claimed()
-    other = uuid4()
-    await hold_slots(
-        connection, handle.execution_id, await key_no(engine, rows, QUOTA), kept := await key_no(engine, rows, other)
-    )
+async def test_a_release_frees_the_slot_of_a_lease(engine: Engine, given: Given, rows: Rows) -> None:
+    await engine.create_quota_policy(QUOTA, 60, 0, 5)
+    await engine.attach_quota("lane", "default", other := await quota(engine, running=5))
+    handle = await given.claimed(policy=limited(QUOTA))
+    kept = await key_no(engine, rows, other)
+    assert [await used(rows, each) for each in (QUOTA, other)] == [1, 1]
     await engine.release_admission(QUOTA, handle.execution_id)
     (row,) = await rows.of("execution")
     assert (row["slot_keys"], row["attached"]) == ([kept], 8)
@@ -322,16 +320,14 @@ async def test_a_corrupted_counter_is_set_to_the_real_holders(
     engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await clock.stop()
-    no = await key_no(engine, rows, QUOTA)
-    handle, _ = await given.claimed(), await given.claimed()
-    await hold_slots(connection, handle.execution_id, no)
+    await engine.create_quota_policy(QUOTA, 60, 0, 5)
+    handle, _ = await given.claimed(policy=limited(QUOTA)), await given.claimed()
     await check(engine, QUOTA, some_id(), **limits(cap=5))
-    granted = await given.created()
+    granted = await given.created(policy=limited(QUOTA))
     await given.registered()
     await engine.issue_claim_grant(
         execution_id=granted, lane_id="default", worker_id="worker", worker_instance_id="worker-1"
     )
-    await hold_slots(connection, granted, no)
     assert (await engine.reconcile_quota_counters()).errors == 0
     assert await used(rows, QUOTA) == 3
     for corrupted in (5, 0, -7):
@@ -371,8 +367,8 @@ async def test_the_tokens_of_an_undefined_quota_are_kept(engine: Engine, clock: 
 async def test_a_lease_whose_slot_an_older_version_did_not_return_is_not_counted(
     engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, altered_rows: None
 ) -> None:
-    handle = await given.claimed()
-    await hold_slots(connection, handle.execution_id, await key_no(engine, rows, QUOTA))
+    await engine.create_quota_policy(QUOTA, 60, 0, 5)
+    handle = await given.claimed(policy=limited(QUOTA))
     await engine.complete(handle, b"x")
     # What an older version leaves: it does not know the column.
     await connection.execute("delete from slot_return")

@@ -6,18 +6,17 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 
-from engine.limit.limits import check, key_no, limit_queue, some_id
+from engine.limit.budgets import budget, report
+from engine.limit.limits import check, limited, quota, some_id
 from engine.state import claim, ids
 from fixtures import Clock, Given, Rows, uuid_of
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.limit import block
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.ids import BudgetId, budget_partition
 from flowfabric.reconcile.due import read_due
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.reconcile.sweeps import SWEEPS
 
-QUOTA = uuid4()
 GPU: dict[str, Any] = {"policy": {"routing_requirements": {"required_capabilities": ["gpu", "cuda"]}}}
 ROUTE = "waiting_for_capable_worker"
 
@@ -31,48 +30,34 @@ async def states(rows: Rows, *execution_ids: str) -> list[str]:
     return [(await rows.execution(each))["eligibility_state"] for each in execution_ids]
 
 
-async def store_budget(engine: Engine, connection: asyncpg.Connection, *, hard: int, used: int) -> UUID:
-    """A budget with a limited dimension and an unlimited one. Operations of budgets create it; this stands in."""
-    budget_id = BudgetId(uuid4())
-    partition = budget_partition(budget_id, parts_of(engine).store.rules.partitions.budget)
-    await connection.execute("insert into budget_account values ($1, $2)", partition, budget_id)
-    for dimension, limit, spent in (("tokens", hard, used), ("free", 0, 10**9)):
-        await connection.execute(
-            "insert into budget_limit values ($1, $2, $3, $4, 0)", partition, budget_id, dimension, limit
-        )
-        await connection.execute(
-            "insert into budget_usage values ($1, $2, $3, $4)", partition, budget_id, dimension, spent
-        )
+async def budget_with(engine: Engine, *, hard: int, used: int) -> UUID:
+    """A budget with a limited dimension and an unlimited one."""
+    budget_id = await budget(engine, hard={"tokens": hard})
+    await report(engine, budget_id, tokens=used, free=10**9)
     return budget_id
 
 
-async def test_an_execution_is_unblocked_when_every_budget_has_room(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
-) -> None:
-    execution_id = await given.created()
-    roomy = await store_budget(engine, connection, hard=100, used=99)
-    spent = await store_budget(engine, connection, hard=100, used=100)
-    await limit_queue(connection, execution_id, budgets=(roomy, spent, uuid4()))
+async def test_an_execution_is_unblocked_when_every_budget_has_room(engine: Engine, given: Given, rows: Rows) -> None:
+    roomy = await budget_with(engine, hard=100, used=99)
+    spent = await budget_with(engine, hard=100, used=100)
+    execution_id = await given.created(policy={"budget_ids": [str(each) for each in (roomy, spent, uuid4())]})
     await engine.block_execution_for_admission(execution_id, "waiting_for_budget")
     await unblock(engine)
     assert await states(rows, execution_id) == ["blocked_by_budget"]
-    await connection.execute("update budget_usage set used = 99 where dimension = 'tokens'")
+    await engine.change_budget_limits(spent, limits={"tokens": {"hard": 101}})
     await unblock(engine)
     assert await states(rows, execution_id) == ["eligible_now"]
     assert ids(await claim(engine)) == [execution_id]
 
 
 async def test_an_execution_is_unblocked_when_every_quota_has_a_token_and_a_slot(
-    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     await clock.stop()
-    other = uuid4()
-    await engine.create_quota_policy(QUOTA, 10, 1, 0)
-    await engine.create_quota_policy(other, 10, 0, 1)
-    nos = [await key_no(engine, rows, quota) for quota in (QUOTA, other)]
-    execution_id = await given.created()
-    await limit_queue(connection, execution_id, quota_keys=tuple(nos))
-    await check(engine, QUOTA, some_id(), rate_limit=1)
+    own, other = await quota(engine, rate=1, window=10), await quota(engine, running=1, window=10)
+    await engine.attach_quota("lane", "default", other)
+    execution_id = await given.created(policy=limited(own))
+    await check(engine, own, some_id(), rate_limit=1)
     holder = some_id()
     await check(engine, other, holder, concurrency_cap=1)
     await engine.block_execution_for_admission(execution_id, "waiting_for_quota")
@@ -87,12 +72,24 @@ async def test_an_execution_is_unblocked_when_every_quota_has_a_token_and_a_slot
     assert await states(rows, execution_id) == ["eligible_now"]
 
 
-async def test_the_longest_blocked_executions_get_the_room_that_there_is(
-    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
+async def test_a_quota_with_a_corrupt_limit_keeps_only_its_own_executions_blocked(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
-    await engine.create_quota_policy(QUOTA, 10, 0, 2)
-    execution_ids = [await given.created() for _ in range(4)]
-    await limit_queue(connection, execution_ids[0], quota_keys=(await key_no(engine, rows, QUOTA),))
+    corrupt, sound = await quota(engine, running=1), await quota(engine, running=1)
+    execution_ids = []
+    for each in (corrupt, sound):
+        execution_ids.append(await given.created(policy=limited(each)))
+        await engine.block_execution_for_admission(execution_ids[-1], "waiting_for_quota")
+    await connection.execute("update quota_policy set max_concurrent = -1 where quota_policy_id = $1", corrupt)
+    await unblock(engine)
+    assert await states(rows, *execution_ids) == ["blocked_by_quota", "eligible_now"]
+
+
+async def test_the_longest_blocked_executions_get_the_room_that_there_is(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
+    policy = limited(await quota(engine, running=2))
+    execution_ids = [await given.created(policy=policy) for _ in range(4)]
     for nth in (2, 0, 3, 1):
         await clock.advance(ms=1)
         await engine.block_execution_for_admission(execution_ids[nth], "waiting_for_quota")
@@ -113,9 +110,8 @@ async def test_what_cannot_be_unblocked_does_not_hide_what_is_behind_it(
 ) -> None:
     monkeypatch.setattr(block, "PAGE_LIMIT", 2)
     monkeypatch.setattr(block, "PAGES_IN_A_ROW", 3)
-    spent = await store_budget(engine, connection, hard=1, used=1)
-    stuck = [await given.created(lane_id="stuck") for _ in range(7)]
-    await limit_queue(connection, stuck[0], budgets=(spent,))
+    policy = {"budget_ids": [str(await budget_with(engine, hard=1, used=1))]}
+    stuck = [await given.created(lane_id="stuck", policy=policy) for _ in range(7)]
     behind = await given.created()
     served = await given.created(**GPU)
     for execution_id in (*stuck, behind):

@@ -9,6 +9,7 @@ import msgspec
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.transition import LIMITED_STATES
 from flowfabric.engine.core.wakeups import CascadeKey, Work
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
@@ -26,7 +27,7 @@ from flowfabric.model.ids import (
     split_execution_id,
 )
 from flowfabric.model.policy import ExecutionPolicy, read_stored_policy
-from flowfabric.model.states import BlockingReason, CancelSource, HandleKind
+from flowfabric.model.states import BlockingReason, CancelSource, EligibilityState, HandleKind
 from flowfabric.model.text import check_range, check_text
 
 SQL = statements_beside(__file__)
@@ -321,8 +322,7 @@ class LockedWithGrant(LockedExecution, frozen=True, kw_only=True):
     @property
     def is_claimable(self) -> bool:
         """Whether a claim that names it may lease it: limits do not refuse it."""
-        is_limited = self.eligibility_state in ("blocked_by_budget", "blocked_by_quota")
-        return is_limited or self.eligibility_state == "eligible_now"
+        return self.eligibility_state == EligibilityState.ELIGIBLE_NOW or self.eligibility_state in LIMITED_STATES
 
     @property
     def is_held_for_cancel(self) -> bool:

@@ -322,7 +322,7 @@ class Turns:
             self.appeared(span.queue_no, left)
 
     def pause(self, queue_no: int, seconds: float, *, changes: Changes | None = None) -> None:
-        """Do not choose a saturated queue for so long, unless its limits may have got room since they were read."""
+        """Do not choose a queue without room for so long, unless its limits may have got room since they were read."""
         if changes is None or changes.resumed.isdisjoint((None, queue_no)):
             self._paused[queue_no] = self._clock() + seconds
 
@@ -332,11 +332,6 @@ class Turns:
         for changes in self._running:
             changes.resumed |= resumed
         self._paused = {each: until for each, until in self._paused.items() if resumed.isdisjoint((None, each))}
-
-    @property
-    def next_resume(self) -> float | None:
-        """The seconds until the first paused queue may be chosen again; None if no queue is paused."""
-        return max(0.0, min(self._paused.values()) - self._clock()) if self._paused else None
 
     def _set_clock(self, now_ms: int) -> None:
         self._ms_ahead = now_ms - self._clock() * 1000

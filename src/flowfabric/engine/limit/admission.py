@@ -11,35 +11,29 @@ from flowfabric.engine.core.admission import Admitted, Candidate, Denied
 from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.core.transition import BLOCKS
 from flowfabric.engine.limit.quota import SQL as QUOTA_SQL
+from flowfabric.engine.limit.quota import corrupt_field, limits_of
 from flowfabric.engine.store import Store
-from flowfabric.model.quota import ConcurrencyExceeded, KeyState, QuotaLimits, RateExceeded
+from flowfabric.model.quota import ConcurrencyExceeded, KeyState, RateExceeded
 from flowfabric.model.states import BlockingReason
 
 SQL = statements_beside(__file__)
 
 EXPIRED_LIMIT = 1000
 """How many expired grants one statement looks at."""
-_NOT_NEGATIVE = ("window_seconds", "max_requests_per_window", "max_concurrent", "jitter_ms")
 
 
 class Key(KeyState):
     """A quota key that the transaction has locked, and what a claim takes of it."""
 
     def __init__(self, row: Record) -> None:
-        limits = QuotaLimits(
-            max_requests_per_window=row["max_requests_per_window"] or 0,
-            requests_per_window_seconds=row["window_seconds"] or 0,
-            active_concurrency_cap=row["max_concurrent"] or 0,
-            jitter_ms=row["jitter_ms"] or 0,
-        )
         entries = [*zip(row["window_ats"], row["window_tokens"], strict=True)]
-        super().__init__(limits=limits, used=row["used"], entries=entries)
+        super().__init__(limits=limits_of(row), used=row["used"], entries=entries)
         self.quota_policy_id: UUID = row["quota_policy_id"]
         self.slots = 0
         """The slots that the claim takes."""
         self.is_closed = False
         """Whether its rate has denied an execution, so that it lets none through that comes after it."""
-        self.corrupt_field = next((field for field in _NOT_NEGATIVE if (row[field] or 0) < 0), None)
+        self.corrupt_field = corrupt_field(row)
         """A stored limit that is negative, if there is one: then the key admits nothing."""
         if self.corrupt_field is None:
             self.sweep(row["now"])

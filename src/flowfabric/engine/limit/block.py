@@ -210,9 +210,12 @@ class Unblocking:
         now, states = await read_key_states(self._store, keys)
         fitting = []
         for row in rows:
-            limiting = [states[key] for key in row["quota_key_nos"] if key in states]
+            found_states = [states[key] for key in row["quota_key_nos"] if key in states]
+            limiting = [state for state in found_states if state is not None]
+            # A key whose limits are corrupt admits nothing.
+            is_denied = len(limiting) < len(found_states) or not spent.isdisjoint(row["budget_ids"])
             weight = row["quota_weight"] or 1
-            if spent.isdisjoint(row["budget_ids"]) and not any(state.denial(now, weight=weight) for state in limiting):
+            if not is_denied and not any(state.denial(now, weight=weight) for state in limiting):
                 for state in limiting:
                     state.admit(now, weight=weight)
                 fitting.append(_id(row))

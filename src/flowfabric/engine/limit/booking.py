@@ -53,10 +53,7 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reserve:
-    """Amounts to reserve under the lease of a handle."""
-
-    handle: Handle
+class _OfReservation:
     reservation: Reservation
     amounts: Mapping[str, int]
 
@@ -69,6 +66,13 @@ class Reserve:
     def key(self) -> CallKey:
         """The key of the settlement."""
         return self.reservation.call_key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserve(_OfReservation):
+    """Amounts to reserve under the lease of a handle."""
+
+    handle: Handle
 
     def judge(self, accounts: Accounts) -> Booked:
         """Reserve it within the limits, once."""
@@ -80,21 +84,8 @@ class Reserve:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settlement:
+class Settlement(_OfReservation):
     """What was spent of a reservation."""
-
-    reservation: Reservation
-    amounts: Mapping[str, int]
-
-    @property
-    def budget(self) -> BudgetKey:
-        """The budget."""
-        return self.reservation.budget
-
-    @property
-    def key(self) -> CallKey:
-        """The key of the settlement."""
-        return self.reservation.call_key
 
     def judge(self, accounts: Accounts) -> Booked:
         """Count it whatever the limits are, once, and return what was reserved."""

@@ -185,14 +185,8 @@ class Budgets:
         corrected, errors, after = 0, 0, _FIRST
         while True:
             page, wrong = await self._list_counted(after)
-            for budget in wrong:
-                try:
-                    corrected += await self._correct(budget)
-                except EngineError as fault:
-                    if is_connection_fault(fault):
-                        raise
-                    errors += 1
-                    logger.warning("the counters of budget %s could not be corrected: %s", budget.budget_id, fault)
+            done, failed = await self._correct_each(wrong)
+            corrected, errors = corrected + done, errors + failed
             if len(page) < RECOUNT_LIMIT:
                 return CountersReconciled(processed=corrected, errors=errors)
             after = page[-1]
@@ -200,14 +194,7 @@ class Budgets:
     async def recount_next(self) -> SweepResult:
         """Correct the counters of the next page of budgets; the pages of all budgets follow each other."""
         page, wrong = await self._list_counted(self._recounted)
-        corrected = 0
-        for budget in wrong:
-            try:
-                corrected += await self._correct(budget)
-            except EngineError as fault:
-                if is_connection_fault(fault):
-                    raise
-                logger.warning("the counters of budget %s could not be corrected: %s", budget.budget_id, fault)
+        corrected, _ = await self._correct_each(wrong)
         is_full = len(page) == RECOUNT_LIMIT
         self._recounted = page[-1] if is_full else _FIRST
         return SweepResult(corrected, is_full=is_full)
@@ -264,6 +251,19 @@ class Budgets:
         )
         page = [BudgetKey(row["partition_key"], row["budget_id"]) for row in rows]
         return page, [budget for budget, row in zip(page, rows, strict=True) if row["is_wrong"]]
+
+    async def _correct_each(self, budgets: Sequence[BudgetKey]) -> tuple[int, int]:
+        """Correct the counters of budgets; return how many were wrong, and how many could not be corrected."""
+        corrected = errors = 0
+        for budget in budgets:
+            try:
+                corrected += await self._correct(budget)
+            except EngineError as fault:
+                if is_connection_fault(fault):
+                    raise
+                errors += 1
+                logger.warning("the counters of budget %s could not be corrected: %s", budget.budget_id, fault)
+        return corrected, errors
 
     async def _correct(self, budget: BudgetKey) -> bool:
         async def correct(transaction: Transaction) -> list[Record]:

@@ -87,7 +87,7 @@ def _check_weights(weights: object, fair_by: str | None) -> dict[str, float] | N
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MAX_WEIGHT:
             raise error(
                 "invalid_input",
-                f"weights.{shown(key)}: must be a number above 0 and at most {MAX_WEIGHT}, got {shown(weight)}",
+                f"weights[{shown(key)}]: must be a number above 0 and at most {MAX_WEIGHT}, got {shown(weight)}",
             )
         found[key] = weight
     return found

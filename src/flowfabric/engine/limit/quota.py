@@ -106,7 +106,11 @@ class Quotas:
         """The limits of a quota policy, or None if there is no such policy."""
         policy = QuotaPolicyId(parse_uuid(quota_policy_id, "quota_policy_id"))
         rows = await self._store.fetch(SQL.read_quota_policy, **self._key(policy))
-        return limits_of(rows[0], f"quota policy {policy}") if rows else None
+        if not rows:
+            return None
+        if (field := corrupt_field(rows[0])) is not None:
+            raise corruption(f"quota policy {policy}", field, f"is negative: {rows[0][field]}")
+        return limits_of(rows[0])
 
     async def check_admission(
         self,
@@ -315,36 +319,35 @@ def _window(state: KeyState) -> dict[str, object]:
     }
 
 
-def limits_of(row: Record, context: str) -> QuotaLimits:
-    """The limits in a row of a quota policy."""
-    fields = ("window_seconds", "max_requests_per_window", "max_concurrent", "jitter_ms")
-    for field in fields:
-        if row[field] < 0:
-            raise corruption(context, field, f"is negative: {row[field]}")
+def limits_of(row: Record) -> QuotaLimits:
+    """The limits in a row of a quota policy; none if it is not defined."""
     return QuotaLimits(
-        max_requests_per_window=row["max_requests_per_window"],
-        requests_per_window_seconds=row["window_seconds"],
-        active_concurrency_cap=row["max_concurrent"],
-        jitter_ms=row["jitter_ms"],
+        max_requests_per_window=row["max_requests_per_window"] or 0,
+        requests_per_window_seconds=row["window_seconds"] or 0,
+        active_concurrency_cap=row["max_concurrent"] or 0,
+        jitter_ms=row["jitter_ms"] or 0,
     )
 
 
-async def read_key_states(store: Store, quota_key_nos: Sequence[int]) -> tuple[int, dict[int, KeyState]]:
+def corrupt_field(row: Record) -> str | None:
+    """The first stored limit that is negative, if there is one."""
+    fields = ("window_seconds", "max_requests_per_window", "max_concurrent", "jitter_ms")
+    return next((field for field in fields if (row[field] or 0) < 0), None)
+
+
+async def read_key_states(store: Store, quota_key_nos: Sequence[int]) -> tuple[int, dict[int, KeyState | None]]:
     """The time, and what these keys have admitted; without a lock, so it may change at any time.
 
-    A key whose policy is not defined has no limits.
+    A key whose policy is not defined has no limits. None for a key whose limits are corrupt.
     """
     rows = await store.fetch(SQL.read_keys, quota_key_nos=quota_key_nos) if quota_key_nos else []
-    states = {}
+    states: dict[int, KeyState | None] = {}
     for row in rows:
-        is_defined = row["window_seconds"] is not None
-        limits = (
-            limits_of(row, f"quota key {row['quota_key_no']}")
-            if is_defined
-            else QuotaLimits(max_requests_per_window=0, requests_per_window_seconds=0, active_concurrency_cap=0)
-        )
+        if corrupt_field(row) is not None:
+            states[row["quota_key_no"]] = None
+            continue
         entries = list(zip(row["window_ats"], row["window_tokens"], strict=True))
-        state = KeyState(limits=limits, used=max(0, row["used"]), entries=entries)
+        state = KeyState(limits=limits_of(row), used=max(0, row["used"]), entries=entries)
         state.sweep(row["now"])
         states[row["quota_key_no"]] = state
     return (rows[0]["now"] if rows else 0), states

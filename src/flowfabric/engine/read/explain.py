@@ -62,6 +62,7 @@ from flowfabric.model.states import (
     PublicState,
     StateVector,
 )
+from flowfabric.model.suspension import DEFAULT_DETAIL, SuspensionReason
 
 SQL = statements_beside(__file__)
 
@@ -197,6 +198,8 @@ def _lease(row: Record, state: StateVector) -> RunningReason | LeaseLostReason:
 
 def _signals(row: Record) -> SignalsReason:
     found = _read_waitpoints(row["waitpoints"]) if row["waitpoints"] else []
+    detail: str = row["blocking_detail"] or ""
+    has_question = row["reason_code"] == SuspensionReason.PAUSED_BY_BUDGET and not detail.startswith(DEFAULT_DETAIL)
     return SignalsReason(
         suspension_id=SuspensionId(row["suspension_id"]),
         reason_code=row["reason_code"],
@@ -205,6 +208,7 @@ def _signals(row: Record) -> SignalsReason:
             for waitpoint_id, key, names in found
         ),
         timeout_at=row["timeout_at"],
+        detail=detail or None if has_question else None,
     )
 
 

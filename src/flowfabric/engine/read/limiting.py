@@ -7,6 +7,7 @@ from uuid import UUID
 import msgspec
 
 from flowfabric.db.database import Record
+from flowfabric.engine.core.transition import LIMITED_STATES
 from flowfabric.model.explanation import BudgetReason, QuotaReason
 from flowfabric.model.ids import BudgetId, QuotaPolicyId
 from flowfabric.model.quota import KeyState, QuotaLimits
@@ -37,7 +38,7 @@ _read_budgets = msgspec.json.Decoder(list[tuple[UUID, str, int, int, int | None]
 
 def limit_reasons(row: Record, state: StateVector) -> Sequence[LimitReason]:
     """The limits that do not admit an execution now; if none but it is marked as blocked, that they have room."""
-    is_marked = state.eligibility_state in (EligibilityState.BLOCKED_BY_BUDGET, EligibilityState.BLOCKED_BY_QUOTA)
+    is_marked = state.eligibility_state in LIMITED_STATES
     detail = row["blocking_detail"] if is_marked else None
     found: list[LimitReason] = [*_budgets(row, detail), *_quotas(row, detail)]
     if found or not is_marked:

@@ -36,6 +36,7 @@ from flowfabric.model.resume import resume_policy_json
 from flowfabric.model.states import HandleKind, TimeoutBehavior, WaitpointState
 from flowfabric.model.suspend_outcome import SuspendOutcome, already_met, outcome_json, read_stored_outcome
 from flowfabric.model.suspension import (
+    DEFAULT_DETAIL,
     AlreadyMet,
     SuspendArgs,
     SuspendDetails,
@@ -284,7 +285,7 @@ def _lease_end(wait: _Wait) -> LeaseEnd:
         handle.execution_id,
         Move.SUSPENDED,
         blocking=blocking_reason_of(wait.args.reason_code),
-        detail=wait.args.detail or f"suspended: waitpoint {wait.details.waitpoint_id} awaiting {wait.args.reason_code}",
+        detail=wait.args.detail or f"{DEFAULT_DETAIL} {wait.details.waitpoint_id} awaiting {wait.args.reason_code}",
         suspension_id=wait.args.suspension_id,
         timeout_at=wait.timeout_at,
     )
