@@ -82,6 +82,7 @@ async def test_a_negative_stored_limit_is_corruption(engine: Engine, connection:
         ((QUOTA, 1, 1, 1, 0, "app.user"), "invalid_quota_spec"),
         ((QUOTA, 1, 1, 1, 0, 7), "invalid_input"),
         ((QUOTA, 1, 1, 1, 0, "payload:user"), "invalid_quota_spec"),
+        ((QUOTA, 1, 1, 1, 0, "payload"), "invalid_quota_spec"),
         ((QUOTA, 1, 1, 1, 0, "tag:user"), "invalid_tag_key"),
         ((QUOTA, 1, 1, 1, 0, "payload:/" + "x" * 1024), "invalid_input"),
     ],
