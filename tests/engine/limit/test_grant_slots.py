@@ -206,6 +206,7 @@ async def test_the_recount_and_the_sweep_do_not_both_free_a_slot(
     await grant(engine, await given.created(policy=limited(slots)), grant_ttl_ms=1000)
     await clock.advance(seconds=1)
     await engine.reconcile_quota_counters()
+    assert await used(rows, slots) == 0
     await parts_of(engine).admission.return_expired()
     assert await used(rows, slots) == 0
 

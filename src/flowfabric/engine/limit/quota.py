@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
@@ -49,9 +49,11 @@ AdmissionResult = Admitted | AlreadyAdmitted | RateExceeded | ConcurrencyExceede
 class Quotas:
     """The operations on quotas."""
 
-    def __init__(self, store: Store, rules: LimitRules) -> None:
+    def __init__(self, store: Store, rules: LimitRules, return_expired: Callable[[], Awaitable[object]]) -> None:
         self._store = store
         self._rules = rules
+        self._return_expired = return_expired
+        """Returns the slots of expired grants."""
         self._reached = 0
         """The last key of the previous page of the sweep."""
 
@@ -173,9 +175,10 @@ class Quotas:
     async def reconcile_quota_counters(self) -> QuotaReconcile:
         """Correct every key of every quota whose slots in use are not those of their holders.
 
-        Tokens older than the window and the slots of expired admissions are dropped. A key that a claim has locked is
-        left for the next pass.
+        Tokens older than the window and the slots of expired admissions and grants are dropped. A key that a claim has
+        locked is left for the next pass.
         """
+        await self._return_expired()
         seen, errors, reached = 0, 0, 0
         while True:
             row, failed = await self._reconcile_page(reached)
