@@ -269,6 +269,19 @@ async def test_an_execution_admitted_again_after_its_release_moves_its_token(
     assert await check(engine, QUOTA, one, **limits(rate=1)) == RateExceeded(retry_after_ms=1000)
 
 
+async def test_an_admission_without_a_rate_gives_no_token_back(engine: Engine, clock: Clock, rows: Rows) -> None:
+    one = some_id()
+    now = await clock.now()
+    assert await check(engine, QUOTA, one, rate_limit=1) == Admitted()
+    await engine.release_admission(QUOTA, one)
+    assert await check(engine, QUOTA, one) == Admitted()
+    assert await window(rows, QUOTA) == [(now, 1)]
+    await engine.release_admission(QUOTA, one)
+    now = await clock.advance(seconds=10)
+    assert await check(engine, QUOTA, one, rate_limit=2) == Admitted()
+    assert await window(rows, QUOTA) == [(now, 1)]
+
+
 async def test_a_release_frees_the_slots_under_every_key(engine: Engine, rows: Rows) -> None:
     one = some_id()
     for dimension in ("a", "b"):

@@ -292,11 +292,13 @@ async def _admit(
             await transaction.fetch(SQL.set_window, quota_key_no=subject["quota_key_no"], **_window(state))
         return denial
     token_at: int | None = row["token_at"]
-    if needs["needs_token"] and token_at is not None and token_at > now - limits.window_ms:
-        state.take_back(token_at)
+    tokens: int = row["tokens"] or 1
+    takes_token = needs["needs_token"] and limits.max_requests_per_window > 0
+    if takes_token and token_at is not None and token_at > now - limits.window_ms:
+        state.take_back(token_at, tokens)
     entered_at = state.admit(now, **needs)
-    if needs["needs_token"]:
-        token_at = entered_at if limits.max_requests_per_window else None
+    if takes_token:
+        token_at, tokens = entered_at, 1
     takes_slot = needs["needs_slot"] and limits.active_concurrency_cap > 0
     await transaction.fetch(
         SQL.write_admission,
@@ -307,6 +309,7 @@ async def _admit(
         guard_until=now + limits.window_ms,
         has_slot=takes_slot,
         token_at=token_at,
+        tokens=tokens,
     )
     return Admitted()
 
