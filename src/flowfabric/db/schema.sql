@@ -652,6 +652,7 @@ create table quota_admission (
   has_slot boolean not null,
   is_released boolean not null default false,
   token_at bigint,
+  tokens bigint not null default 1,
   constraint quota_admission_pkey PRIMARY KEY (quota_key_no, execution_id));
 
 create table quota_key (

@@ -146,7 +146,7 @@ class Parts:
         self.stream_expiry = services.add(StreamExpiry(store, Quarantine(STREAM_PAUSE_SECONDS)))
         self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
-        self.quotas = services.add(Quotas(store, self.limit_rules))
+        self.quotas = services.add(Quotas(store, self.limit_rules, admission.return_expired))
         blocks = services.add(Blocks(store))
         self.unblocking = services.add(Unblocking(store, blocks, Quarantine(settings.unblock_interval_s)))
 

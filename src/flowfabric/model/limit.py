@@ -72,10 +72,10 @@ class Source(NamedTuple):
 @lru_cache(maxsize=4096)
 def parse_source(text: str | None) -> Source | None:
     """Return the source that a text names, `tag:<key>` or `payload:<JSON pointer>`; None for any other text."""
-    kind, _, rest = (text or "").partition(":")
+    kind, colon, rest = (text or "").partition(":")
     if kind == "tag" and rest:
         return Source(rest, ())
-    if kind == "payload" and (rest == "" or rest.startswith("/")):
+    if kind == "payload" and colon and (rest == "" or rest.startswith("/")):
         return Source(None, tuple(part.replace("~1", "/").replace("~0", "~") for part in rest.split("/")[1:]))
     return None
 
@@ -115,11 +115,12 @@ class Facts:
         return short_key(value) if value else None
 
     def weight(self, source: Source) -> int | None:
-        """The whole number of at least 2 at a source, or None, which weighs 1."""
+        """The whole number of at least 2 at a source, at most the largest weight; or None, which weighs 1."""
         value = self._value(source)
-        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= _DIGITS:
-            value = int(value)
-        return value if type(value) is int and 1 < value <= MAX_MS else None
+        if isinstance(value, str) and value.isascii() and value.isdigit():
+            digits = value.lstrip("0") or "0"
+            value = int(digits) if len(digits) <= _DIGITS else MAX_MS
+        return min(value, MAX_MS) if type(value) is int and value > 1 else None
 
     def _value(self, source: Source) -> object:
         if source.tag is not None:

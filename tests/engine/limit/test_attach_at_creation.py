@@ -124,7 +124,9 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "negative": ("payload:/tokens", {"input_payload": b'{"tokens": -5}'}, None),
     "fraction": ("payload:/tokens", {"input_payload": b'{"tokens": 2.5}'}, None),
     "boolean": ("payload:/tokens", {"input_payload": b'{"tokens": true}'}, None),
-    "too large": ("payload:/tokens", {"input_payload": b'{"tokens": 9007199254740992}'}, None),
+    "too large": ("payload:/tokens", {"input_payload": b'{"tokens": 9007199254740992}'}, 2**53 - 1),
+    "far too large": ("payload:/tokens", {"input_payload": b'{"tokens": 1%s}' % (b"0" * 30)}, 2**53 - 1),
+    "too many digits of a tag": ("tag:app.tokens", {"tags": {"app.tokens": "9" * 200}}, 2**53 - 1),
     "text": ("tag:app.tokens", {"tags": {"app.tokens": "many"}}, None),
     "missing": ("payload:/tokens", {}, None),
 }

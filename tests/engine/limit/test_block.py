@@ -194,10 +194,19 @@ async def test_an_absent_execution_is_refused_before_the_reason(engine: Engine, 
 
 @pytest.mark.parametrize("reason", ["waiting_for_locality_match", "paused_by_flow_cancel", "none", "nonsense", 7, None])
 async def test_an_unknown_reason_is_refused(engine: Engine, given: Given, rows: Rows, reason: Any) -> None:
-    waiting, ended = await given.created(), await given.completed(lane_id="other")
+    waiting = await given.created()
     async with rows.unchanged():
         await refused(engine.block_execution_for_admission(waiting, reason), "invalid_blocking_reason")
-        await refused(engine.block_execution_for_admission(ended, reason), "invalid_blocking_reason")
+
+
+@pytest.mark.parametrize("reason", ["paused_by_flow_cancel", "nonsense", None])
+async def test_an_execution_that_is_not_runnable_is_refused_before_the_reason(
+    engine: Engine, given: Given, rows: Rows, reason: Any
+) -> None:
+    active, ended = await given.claimed(), await given.completed(lane_id="other")
+    async with rows.unchanged():
+        await refused(engine.block_execution_for_admission(active.execution_id, reason), "execution_not_eligible")
+        await refused(engine.block_execution_for_admission(ended, reason), "execution_not_active")
 
 
 @each_reason

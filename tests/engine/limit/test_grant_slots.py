@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
@@ -206,6 +206,7 @@ async def test_the_recount_and_the_sweep_do_not_both_free_a_slot(
     await grant(engine, await given.created(policy=limited(slots)), grant_ttl_ms=1000)
     await clock.advance(seconds=1)
     await engine.reconcile_quota_counters()
+    assert await used(rows, slots) == 0
     await parts_of(engine).admission.return_expired()
     assert await used(rows, slots) == 0
 
@@ -289,6 +290,26 @@ async def test_a_released_admission_moves_its_token_to_the_claim(
     await clock.advance(seconds=10)
     assert [each.execution_id for each in await claim(engine)] == [released]
     assert [tokens for _, tokens in await window(rows, rate)] == [1]
+
+
+@pytest.mark.parametrize("again", ["claim", "check"])
+async def test_all_tokens_of_a_heavy_execution_move_with_its_next_admission(
+    engine: Engine, given: Given, rows: Rows, clock: Clock, again: str
+) -> None:
+    await engine.create_quota_policy(rate := uuid4(), 60, 10, 0, weight_from="payload:/tokens")
+    heavy, light = [
+        await given.created(policy=limited(rate), input_payload=b'{"tokens": %d}' % tokens) for tokens in (4, 1)
+    ]
+    runs = await claim(engine)
+    assert [each.execution_id for each in runs] == [heavy, light]
+    await engine.hand_back(runs[0].handle)
+    await engine.release_admission(rate, heavy)
+    now = await clock.advance(seconds=10)
+    if again == "claim":
+        assert [each.execution_id for each in await claim(engine)] == [heavy]
+    else:
+        assert await check(engine, rate, heavy, rate=10) == QuotaAdmitted()
+    assert await window(rows, rate) == [(now - 10_000, 1), (now, 4 if again == "claim" else 1)]
 
 
 async def test_a_retry_in_the_window_takes_no_second_token(

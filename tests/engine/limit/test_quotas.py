@@ -82,6 +82,7 @@ async def test_a_negative_stored_limit_is_corruption(engine: Engine, connection:
         ((QUOTA, 1, 1, 1, 0, "app.user"), "invalid_quota_spec"),
         ((QUOTA, 1, 1, 1, 0, 7), "invalid_input"),
         ((QUOTA, 1, 1, 1, 0, "payload:user"), "invalid_quota_spec"),
+        ((QUOTA, 1, 1, 1, 0, "payload"), "invalid_quota_spec"),
         ((QUOTA, 1, 1, 1, 0, "tag:user"), "invalid_tag_key"),
         ((QUOTA, 1, 1, 1, 0, "payload:/" + "x" * 1024), "invalid_input"),
     ],
@@ -266,6 +267,19 @@ async def test_an_execution_admitted_again_after_its_release_moves_its_token(
     # The token of a full window counts, also if it is that of the execution itself.
     await engine.release_admission(QUOTA, one)
     assert await check(engine, QUOTA, one, **limits(rate=1)) == RateExceeded(retry_after_ms=1000)
+
+
+async def test_an_admission_without_a_rate_gives_no_token_back(engine: Engine, clock: Clock, rows: Rows) -> None:
+    one = some_id()
+    now = await clock.now()
+    assert await check(engine, QUOTA, one, rate_limit=1) == Admitted()
+    await engine.release_admission(QUOTA, one)
+    assert await check(engine, QUOTA, one) == Admitted()
+    assert await window(rows, QUOTA) == [(now, 1)]
+    await engine.release_admission(QUOTA, one)
+    now = await clock.advance(seconds=10)
+    assert await check(engine, QUOTA, one, rate_limit=2) == Admitted()
+    assert await window(rows, QUOTA) == [(now, 1)]
 
 
 async def test_a_release_frees_the_slots_under_every_key(engine: Engine, rows: Rows) -> None:

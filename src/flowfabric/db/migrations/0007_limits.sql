@@ -132,6 +132,8 @@ create table quota_admission (
   is_released   boolean  not null default false,
   -- When its token was entered into the window; null: it took none.
   token_at      bigint,
+  -- How many tokens it took then.
+  tokens        bigint   not null default 1,
   constraint quota_admission_pkey primary key (quota_key_no, execution_id)
 );
 create index quota_admission_due on quota_admission (guard_until);

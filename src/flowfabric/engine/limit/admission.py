@@ -45,6 +45,7 @@ class Guard(NamedTuple):
     is_live: bool
     has_slot: bool
     token_at: int | None
+    tokens: int
 
 
 class _Need(NamedTuple):
@@ -68,16 +69,17 @@ class _Need(NamedTuple):
         return has_token or (self.has_slot and limits.active_concurrency_cap > 0)
 
 
-_NO_GUARD = Guard(is_live=False, has_slot=False, token_at=None)
+_NO_GUARD = Guard(is_live=False, has_slot=False, token_at=None, tokens=0)
 
 
 class _Guarded(NamedTuple):
-    """A guard to write: until when, and when its token was entered; 0 keeps both."""
+    """A guard to write: until when, and when its tokens were entered, and how many; 0 keeps them."""
 
     key_no: int
     candidate: Candidate
     guard_until: int = 0
     token_at: int = 0
+    tokens: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -140,14 +142,16 @@ class Claiming:
     def _take(self, candidate: Candidate, need: _Need) -> None:
         key_no, key, guard, has_slot = need
         limits = key.limits
-        if need.needs_token and guard.token_at is not None and guard.token_at > self.now - limits.window_ms:
-            # The guard was released: its token moves.
-            key.take_back(guard.token_at)
+        takes_token = need.needs_token and limits.max_requests_per_window > 0
+        if takes_token and guard.token_at is not None and guard.token_at > self.now - limits.window_ms:
+            # The guard was released: its tokens move.
+            key.take_back(guard.token_at, guard.tokens)
         token_at = key.admit(self.now, weight=candidate.weight, needs_token=need.needs_token, needs_slot=not has_slot)
         if limits.active_concurrency_cap:
             key.slots += not has_slot
-        if need.needs_token and limits.max_requests_per_window:
-            self.guarded.append(_Guarded(key_no, candidate, self.now + limits.window_ms, token_at))
+        if takes_token:
+            tokens = min(candidate.weight, limits.max_requests_per_window)
+            self.guarded.append(_Guarded(key_no, candidate, self.now + limits.window_ms, token_at, tokens))
         elif guard.has_slot and (limits.active_concurrency_cap or not guard.is_live):
             # The slot of the guard passes to the lease.
             self.guarded.append(_Guarded(key_no, candidate))
@@ -183,7 +187,7 @@ class Admission:
                     claiming.keys[row["quota_key_no"]] = key = Key(row)
                     key.is_closed = row["quota_key_no"] in closed_keys
                 else:
-                    guard = Guard(row["is_live"], row["has_slot"], row["token_at"])
+                    guard = Guard(row["is_live"], row["has_slot"], row["token_at"], row["tokens"])
                     claiming.guards[row["quota_key_no"], row["execution_id"]] = guard
         verdicts: list[Admitted | Denied | None] = []
         end: int | None = None
@@ -244,6 +248,7 @@ class Admission:
             execution_ids=[each.candidate.execution_id for each in guarded],
             guards_until=[each.guard_until for each in guarded],
             tokens_at=[each.token_at for each in guarded],
+            tokens=[each.tokens for each in guarded],
             now=claiming.now,
         )
 

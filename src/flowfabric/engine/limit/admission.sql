@@ -8,7 +8,8 @@ select k.quota_key_no, null::uuid as execution_id, k.quota_policy_id,
          - (select count(*) from quota_admission g
              where g.quota_key_no = k.quota_key_no and g.has_slot and g.guard_until <= c.now) as used,
        k.window_ats, k.window_tokens, p.window_seconds, p.max_requests_per_window, p.max_concurrent, p.jitter_ms, c.now,
-       null::boolean as is_live, null::boolean as has_slot, null::bigint as token_at
+       null::boolean as is_live, null::boolean as has_slot, null::bigint as token_at,
+       null::bigint as tokens
   from clock c
  cross join unnest(:quota_key_nos::int[]) as i(quota_key_no)
  cross join lateral (select k.* from quota_key k where k.quota_key_no = i.quota_key_no limit 1) k
@@ -17,11 +18,11 @@ select k.quota_key_no, null::uuid as execution_id, k.quota_policy_id,
         where p.partition_key = k.partition_key and p.quota_policy_id = k.quota_policy_id limit 1) p on true
 union all
 select i.quota_key_no, i.execution_id, null, null, null, null, null, null, null, null, c.now,
-       g.guard_until > c.now and not g.is_released, g.has_slot, g.token_at
+       g.guard_until > c.now and not g.is_released, g.has_slot, g.token_at, g.tokens
   from clock c
  cross join unnest(:guard_keys::int[], :execution_ids::uuid[]) as i(quota_key_no, execution_id)
  cross join lateral (
-       select g.has_slot, g.guard_until, g.is_released, g.token_at from quota_admission g
+       select g.has_slot, g.guard_until, g.is_released, g.token_at, g.tokens from quota_admission g
         where g.quota_key_no = i.quota_key_no and g.execution_id = i.execution_id limit 1) g;
 
 -- name: book
@@ -34,13 +35,14 @@ with booked as (
          as i(quota_key_no, slots, window_ats, window_tokens)
    where k.quota_key_no = any(array[i.quota_key_no])
 )
-insert into quota_admission as g (quota_key_no, partition_key, execution_id, admitted_at, guard_until, token_at, has_slot)
-select quota_key_no, partition_key, execution_id, :now, guard_until, token_at, false
-  from unnest(:guard_keys::int[], :partition_keys::smallint[], :execution_ids::uuid[], :guards_until::bigint[], :tokens_at::bigint[])
-       as i(quota_key_no, partition_key, execution_id, guard_until, token_at)
+insert into quota_admission as g (quota_key_no, partition_key, execution_id, admitted_at, guard_until, token_at, tokens, has_slot)
+select quota_key_no, partition_key, execution_id, :now, guard_until, token_at, tokens, false
+  from unnest(:guard_keys::int[], :partition_keys::smallint[], :execution_ids::uuid[], :guards_until::bigint[], :tokens_at::bigint[],
+              :tokens::bigint[]) as i(quota_key_no, partition_key, execution_id, guard_until, token_at, tokens)
 on conflict (quota_key_no, execution_id) do update
    set admitted_at = case when excluded.guard_until > 0 then excluded.admitted_at else g.admitted_at end,
        token_at = case when excluded.guard_until > 0 then excluded.token_at else g.token_at end,
+       tokens = case when excluded.guard_until > 0 then excluded.tokens else g.tokens end,
        is_released = g.is_released and excluded.guard_until = 0,
        guard_until = greatest(g.guard_until, excluded.guard_until), has_slot = false;
 

@@ -60,16 +60,16 @@ class Blocks:
 
         async def block(transaction: Transaction) -> BlockingReason:
             locked = await lock_execution(transaction, parsed)
+            if locked.lifecycle_phase == LifecyclePhase.TERMINAL:
+                raise not_active(locked.found)
+            if locked.lifecycle_phase != LifecyclePhase.RUNNABLE:
+                raise error("execution_not_eligible", f"the execution is {locked.lifecycle_phase}")
             wanted = word_of(BlockingReason, reason)
             if wanted not in BLOCKS:
                 raise error(
                     "invalid_blocking_reason", f"reason: must be one of {', '.join(BLOCKS)}, got {shown(reason)}"
                 )
             assert wanted is not None, "a key of BLOCKS"
-            if locked.lifecycle_phase == LifecyclePhase.TERMINAL:
-                raise not_active(locked.found)
-            if locked.lifecycle_phase != LifecyclePhase.RUNNABLE:
-                raise error("execution_not_eligible", f"the execution is {locked.lifecycle_phase}")
             (held,) = await transaction.fetch(SQL.read_held, partition_key=partition, execution_id=uuid)
             if held["blocking_reason"] == BlockingReason.PAUSED_BY_FLOW_CANCEL:
                 raise error("execution_not_eligible", "the execution is held for the cancellation of its flow")

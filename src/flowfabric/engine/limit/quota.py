@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
@@ -49,9 +49,11 @@ AdmissionResult = Admitted | AlreadyAdmitted | RateExceeded | ConcurrencyExceede
 class Quotas:
     """The operations on quotas."""
 
-    def __init__(self, store: Store, rules: LimitRules) -> None:
+    def __init__(self, store: Store, rules: LimitRules, return_expired: Callable[[], Awaitable[object]]) -> None:
         self._store = store
         self._rules = rules
+        self._return_expired = return_expired
+        """Returns the slots of expired grants."""
         self._reached = 0
         """The last key of the previous page of the sweep."""
 
@@ -177,9 +179,10 @@ class Quotas:
     async def reconcile_quota_counters(self) -> QuotaReconcile:
         """Correct every key of every quota whose slots in use are not those of their holders.
 
-        Tokens older than the window and the slots of expired admissions are dropped. A key that a claim has locked is
-        left for the next pass.
+        Tokens older than the window and the slots of expired admissions and grants are dropped. A key that a claim has
+        locked is left for the next pass.
         """
+        await self._return_expired()
         seen, errors, reached = 0, 0, 0
         while True:
             row, failed = await self._reconcile_page(reached)
@@ -293,11 +296,13 @@ async def _admit(
             await transaction.fetch(SQL.set_window, quota_key_no=subject["quota_key_no"], **_window(state))
         return denial
     token_at: int | None = row["token_at"]
-    if needs["needs_token"] and token_at is not None and token_at > now - limits.window_ms:
-        state.take_back(token_at)
+    tokens: int = row["tokens"] or 1
+    takes_token = needs["needs_token"] and limits.max_requests_per_window > 0
+    if takes_token and token_at is not None and token_at > now - limits.window_ms:
+        state.take_back(token_at, tokens)
     entered_at = state.admit(now, **needs)
-    if needs["needs_token"]:
-        token_at = entered_at if limits.max_requests_per_window else None
+    if takes_token:
+        token_at, tokens = entered_at, 1
     takes_slot = needs["needs_slot"] and limits.active_concurrency_cap > 0
     await transaction.fetch(
         SQL.write_admission,
@@ -308,6 +313,7 @@ async def _admit(
         guard_until=now + limits.window_ms,
         has_slot=takes_slot,
         token_at=token_at,
+        tokens=tokens,
     )
     return Admitted()
 

@@ -52,12 +52,12 @@ select c.now, k.taken, k.window_ats, k.window_tokens,
        (select coalesce(sum(r.returned), 0)::bigint from slot_return r where r.quota_key_no = k.quota_key_no) as returned,
        (select count(*) from quota_admission a
          where a.quota_key_no = k.quota_key_no and a.has_slot and a.guard_until <= c.now) as expired_slots,
-       g.token_at, coalesce(g.guard_until > c.now and not g.is_released, false) as is_guarded,
+       g.token_at, g.tokens, coalesce(g.guard_until > c.now and not g.is_released, false) as is_guarded,
        coalesce(g.guard_until > c.now and g.has_slot, false) or coalesce(k.quota_key_no = any(e.slot_keys), false) as has_slot
   from clock c
  cross join quota_key k
   left join lateral (
-       select g.token_at, g.guard_until, g.is_released, g.has_slot from quota_admission g
+       select g.token_at, g.tokens, g.guard_until, g.is_released, g.has_slot from quota_admission g
         where g.quota_key_no = k.quota_key_no and g.execution_id = :execution_id limit 1) g on true
   left join lateral (
        select e.slot_keys from execution e
@@ -79,11 +79,11 @@ with deleted_guards as (
 counted as (
   update quota_key set taken = :taken, window_ats = :window_ats, window_tokens = :window_tokens where quota_key_no = :quota_key_no
 )
-insert into quota_admission (quota_key_no, partition_key, execution_id, admitted_at, guard_until, has_slot, token_at)
-values (:quota_key_no, :partition_key, :execution_id, :now, :guard_until, :has_slot, :token_at)
+insert into quota_admission (quota_key_no, partition_key, execution_id, admitted_at, guard_until, has_slot, token_at, tokens)
+values (:quota_key_no, :partition_key, :execution_id, :now, :guard_until, :has_slot, :token_at, :tokens)
 on conflict (quota_key_no, execution_id) do update
    set admitted_at = excluded.admitted_at, guard_until = excluded.guard_until, has_slot = excluded.has_slot, token_at = excluded.token_at,
-       is_released = false;
+       tokens = excluded.tokens, is_released = false;
 
 -- name: list_admitting_keys
 -- The keys of a quota that have a guard or a slot of an execution.
