@@ -1,10 +1,8 @@
 """A claim finds the room that there is, however many queues have none, and is woken as soon as there is some."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
-from uuid import uuid4
-
-import pytest
 
 from engine.limit.limits import limited, quota
 from engine.state import claim
@@ -45,13 +43,18 @@ async def test_many_keys_that_get_room_at_once_wake_the_claims_of_other_processe
     engine: Engine, engines: Engines, given: Given, clock: Clock
 ) -> None:
     heard: list[Any] = []
+    has_heard = asyncio.Event()
+
+    def hear(keys: Iterable[int] | None) -> None:
+        heard.append(None if keys is None else set(keys))
+        has_heard.set()
+
     other = parts_of(await engines()).store.wakeups
-    other.on_room(lambda keys: heard.append(None if keys is None else set(keys)))
+    other.on_room(hear)
     # The first time, all may have got room.
     await other.hints.listen()
     heard.clear()
+    has_heard.clear()
     parts_of(engine).store.wakeups.room(range(1, Wakeups.MAX_PLACES + 2))
-    async with asyncio.timeout(10):
-        while not heard:
-            await asyncio.sleep(0.01)
+    await asyncio.wait_for(has_heard.wait(), 10)
     assert heard == [None]
