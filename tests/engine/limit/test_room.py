@@ -4,11 +4,14 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 from engine.limit.limits import limited, quota
 from engine.state import claim
 from fixtures import Clock, Engines, Given
 from flowfabric.engine.core.wakeups import Wakeups
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.lease import room
 from flowfabric.engine.lease.room import RoomWaits
 from flowfabric.engine.parts import parts_of
 
@@ -37,6 +40,19 @@ async def test_the_first_time_at_which_a_rate_lets_more_through_wakes_a_claim(en
     waits.add(("default",), (), 60_000, since=0)
     assert await wakeups.wait_for_work(("default",), 5, since=since)
     waits.close()
+
+
+async def test_keys_that_never_get_room_do_not_fill_the_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wakeups = parts_of(engine).store.wakeups
+    waits = RoomWaits(wakeups)
+    await wakeups.hints.listen()
+    monkeypatch.setattr(room, "MAX_KEYS", 10)
+    since = wakeups.wakes(("default",))
+    for key_no in range(100):
+        waits.add(("default",), [(key_no, [key_no])], None, since=waits.now)
+        assert len(waits._lanes) <= 10
+        assert len(waits._queues) <= 10
+    assert await wakeups.wait_for_work(("default",), 5, since=since)
 
 
 async def test_many_keys_that_get_room_at_once_wake_the_claims_of_other_processes(

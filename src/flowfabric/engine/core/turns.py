@@ -144,7 +144,7 @@ class Turns:
     LONGEST_SECONDS = 10.0
     """A full scan is repeated after this time at the latest."""
     PAUSED_QUEUES = 1000
-    """If more are paused, pauses are longer in proportion: claims look again at no more than so many in the same time."""
+    """If more are paused, pauses are longer in proportion, so that claims do not look at all of them all the time."""
     MAX_QUEUES = 100_000
     """The most queues without entries that are remembered."""
 
@@ -231,7 +231,7 @@ class Turns:
             heads[band] = head._replace(place=place)
 
     def choose(self, limit: int, now_ms: int, *, width: int = 0) -> list[Span]:
-        """Return at most `limit` spans, the best first, with about twice `limit` entries in all; or up to `width` spans."""
+        """Return up to `limit` spans, or up to `width`, the best first, with about twice `limit` entries in all."""
         width = max(limit, width)
         self._set_clock(now_ms)
         self._paused = {queue_no: until for queue_no, until in self._paused.items() if until > self._clock()}

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from flowfabric.engine.core.wakeups import Wakeups
 
 MAX_KEYS = 100_000
-"""How many keys are remembered that have got room."""
+"""How many keys are remembered that have got room, and how many that claims wait for."""
 
 
 class RoomWaits:
@@ -41,6 +41,9 @@ class RoomWaits:
                     freed.add(key_no)
         if freed:
             self._resume(freed)
+        if len(self._lanes) > MAX_KEYS:
+            # The keys of rates get room without a hint. The claims that still wait for one add it again.
+            self._resume([*self._lanes])
         if retry_after_ms is not None:
             loop = asyncio.get_running_loop()
             due = loop.time() + retry_after_ms / 1000
