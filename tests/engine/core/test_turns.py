@@ -304,3 +304,20 @@ def test_a_queue_that_got_room_while_the_claim_ran_is_not_paused(turns: Turns, r
         turns.resume(resumed)
         turns.pause(1, 60, changes=changes)
     assert len(firsts(turns)) == 1
+
+
+def test_the_more_queues_are_paused_the_longer_they_are(turns: Turns, clock: HandClock) -> None:
+    count = 4 * Turns.PAUSED_QUEUES
+    load(turns, *(head(queue_no, place(0, queue_no)) for queue_no in range(count)))
+    for queue_no in range(count):
+        turns.pause(queue_no, 1.0)
+    clock.now += 1.5
+    assert len(firsts(turns, count)) < count / 2
+
+
+def test_a_pause_ends_when_the_queue_has_room(turns: Turns, clock: HandClock) -> None:
+    load(turns, head(1, place(0, 1)))
+    turns.pause(1, 2.0, most=0.5)
+    assert firsts(turns) == []
+    clock.now += 0.5
+    assert len(firsts(turns)) == 1

@@ -10,9 +10,12 @@ import pytest
 from engine.limit.limits import limited, quota, used, window
 from engine.state import claim
 from fixtures import Clock, Given, Rows, uuid_of
+from flowfabric.db.database import Transaction
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.catch_up import CatchUp
+from flowfabric.engine.lease.round import Round
 from flowfabric.engine.parts import parts_of
+from flowfabric.engine.store import Store
 from flowfabric.model.grant import Granted, NoWork
 from flowfabric.model.quota import Admitted as QuotaAdmitted
 from flowfabric.model.quota import AlreadyAdmitted
@@ -349,3 +352,39 @@ async def test_a_blocked_execution_that_is_granted_is_claimable(
     assert isinstance(await search(engine), Granted)
     assert (await rows.execution(head))["eligibility_state"] == "eligible_now"
     await engine.claim_execution(execution_id=head, **LANE, **WORKER)
+
+
+async def test_a_grant_of_a_transaction_that_was_rolled_back_is_not_answered(
+    engine: Engine, given: Given, rows: Rows, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = await quota(engine, running=1)
+    execution_id = await given.created(policy=limited(slots))
+    transact = Store.transact
+    is_first = True
+
+    async def repeated(store: Store, work: Callable[[Transaction], Awaitable[Any]], **options: Any) -> Any:
+        nonlocal is_first
+        found = None
+
+        async def undone(transaction: Transaction) -> None:
+            nonlocal found
+            found = await work(transaction)
+            if is_first and isinstance(found, Round) and found.taken:
+                raise Undone
+
+        try:
+            await transact(store, undone, **options)
+        except Undone:
+            is_first = False
+            await engine.cancel_execution(execution_id=execution_id, reason="x")
+            return await transact(store, work, **options)
+        return found
+
+    monkeypatch.setattr(Store, "transact", repeated)
+    assert await search(engine) == NoWork()
+    assert not is_first
+    assert await used(rows, slots) == 0
+
+
+class Undone(Exception):
+    """Rolls a transaction back."""

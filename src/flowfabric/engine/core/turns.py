@@ -143,6 +143,8 @@ class Turns:
     """A slower full scan is repeated only after this many times its own duration."""
     LONGEST_SECONDS = 10.0
     """A full scan is repeated after this time at the latest."""
+    PAUSED_QUEUES = 1000
+    """If more are paused, pauses are longer in proportion, so that claims do not look at all of them all the time."""
     MAX_QUEUES = 100_000
     """The most queues without entries that are remembered."""
 
@@ -228,21 +230,22 @@ class Turns:
         elif place < head.place:
             heads[band] = head._replace(place=place)
 
-    def choose(self, limit: int, now_ms: int) -> list[Span]:
-        """Return at most `limit` spans, the best first, with about twice `limit` entries in all."""
+    def choose(self, limit: int, now_ms: int, *, width: int = 0) -> list[Span]:
+        """Return up to `limit` spans, or up to `width`, the best first, with about twice `limit` entries in all."""
+        width = max(limit, width)
         self._set_clock(now_ms)
         self._paused = {queue_no: until for queue_no, until in self._paused.items() if until > self._clock()}
         if not self._is_fair:
             all_groups = (group for lane in self._lanes.values() for group in lane.groups.values())
             heads = chain.from_iterable(group.ranked(self._paused, now_ms) for group in all_groups)
-            return _spans(nsmallest(limit, heads), 2 * limit, limit)
+            return _spans(nsmallest(width, heads), max(2 * limit, width), limit)
         offers: dict[_Lane, dict[_Group, int]] = {}
         for lane in self._lanes.values():
-            best = nsmallest(limit, lane.begin(self._paused), key=attrgetter("virtual_time", "number"))
-            offers[lane] = dict.fromkeys(best, limit)
+            best = nsmallest(width, lane.begin(self._paused), key=attrgetter("virtual_time", "number"))
+            offers[lane] = dict.fromkeys(best, width)
         self._schedule.begin({lane: bool(best) for lane, best in offers.items() if best or lane.has_entries})
         spans: list[Span] = []
-        for group, turns in Counter(islice(nested_turns(offers), limit)).items():
+        for group, turns in Counter(islice(nested_turns(offers), width)).items():
             spans += _spans(nsmallest(turns, group.ranked(self._paused, now_ms)), 2 * turns, limit)
         return spans
 
@@ -321,10 +324,16 @@ class Turns:
             # A claim that ran beside this one has skipped it as locked.
             self.appeared(span.queue_no, left)
 
-    def pause(self, queue_no: int, seconds: float, *, changes: Changes | None = None) -> None:
-        """Do not choose a queue without room for so long, unless its limits may have got room since they were read."""
+    def pause(
+        self, queue_no: int, seconds: float, *, most: float | None = None, changes: Changes | None = None
+    ) -> None:
+        """Do not choose a queue without room for so long, unless its limits may have got room since they were read.
+
+        The more queues are paused, the longer; but not longer than `most`, the seconds after which it has room.
+        """
         if changes is None or changes.resumed.isdisjoint((None, queue_no)):
-            self._paused[queue_no] = self._clock() + seconds
+            seconds *= max(1, len(self._paused) / self.PAUSED_QUEUES)
+            self._paused[queue_no] = self._clock() + (seconds if most is None else min(seconds, most))
 
     def resume(self, queue_nos: Iterable[int] | None = None) -> None:
         """Choose these queues, or all, again: their limits may have room."""

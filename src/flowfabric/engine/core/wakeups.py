@@ -177,8 +177,9 @@ class Wakeups:
     def room(self, quota_key_nos: Sequence[int]) -> None:
         """Wake the claims that these quota keys have denied something: they have room again."""
         self._call_on_room(quota_key_nos)
-        for key_no in quota_key_nos[: self.MAX_PLACES]:
-            self.hints.send(_ROOM, str(key_no), can_wait=True)
+        many = len(quota_key_nos) > self.MAX_PLACES
+        for word in (EVERYTHING,) if many else map(str, quota_key_nos):
+            self.hints.send(_ROOM, word, can_wait=True)
 
     def room_after(self, transaction: Transaction, rows: Sequence[Record]) -> None:
         """The same for the keys of these rows once the transaction has committed."""

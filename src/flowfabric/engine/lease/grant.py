@@ -145,17 +145,20 @@ class Grants:
     async def _search_limited(self, grantee: Grantee, wanted: Wanted) -> Granted | NoWork:
         """Grant the best execution that is within its limits; the grant takes its slots."""
         granted: Granted | NoWork = NoWork()
+        issued: Granted | NoWork = granted
 
         async def grant(transaction: Transaction, chosen: Sequence[Chosen], _: int) -> Sequence[Record]:
-            nonlocal granted
+            nonlocal issued
             ((row, slot_keys),) = chosen
             locked = await read_with_grant(transaction, row["partition_key"], row["execution_id"])
             kind = GrantKind.RECLAIM if locked.is_lost else GrantKind.CLAIM
-            granted = await self.issue(transaction, locked, kind, grantee, wanted.capabilities, slot_keys=slot_keys)
+            issued = await self.issue(transaction, locked, kind, grantee, wanted.capabilities, slot_keys=slot_keys)
             return [row]
 
         async def taken(_: Sequence[Record]) -> None:
-            """Nothing follows: the answer is the grant."""
+            # Only now: a transaction that was rolled back and repeated may have found nothing the second time.
+            nonlocal granted
+            granted = issued
 
         await self._limited.search(wanted, grant, taken, limit=1, slots=1)
         return granted

@@ -33,6 +33,8 @@ MAX_KINDS = 1024
 """How many kinds of claims are cached."""
 MAX_ROUNDS = 20
 """How many rounds a claim makes to find others behind executions that are locked or were denied."""
+MAX_SPANS = 1000
+"""How many queues a claim looks at together once it has found some without room."""
 MAX_QUEUES = 100_000
 """How many queues are cached; each key of a quota has its own."""
 DEEP_SECONDS = 10.0
@@ -183,6 +185,8 @@ class LimitedClaims:
                     raise
                 # The caller must get what the earlier rounds have taken.
                 break
+            if len(self._reaches) >= MAX_KINDS:
+                self._reaches.clear()
             self._reaches[wanted] = reach
             has_limited = has_limited or found.has_limited
             self._waits.add(wanted.lanes, found.limiting_keys.items(), found.retry_after_ms, since=since)
@@ -240,7 +244,7 @@ class LimitedClaims:
         limit: int,
     ) -> None:
         """Take from the queues in the order of their turns until enough is taken or nothing is left."""
-        count = rounds = 0
+        count = rounds = width = 0
         passed: list[UUID] = []
         missed: list[tuple[Turns, int, int]] = []
         while count < limit and rounds < MAX_ROUNDS:
@@ -248,7 +252,7 @@ class LimitedClaims:
             since = self._waits.now
             turns = await self._heads.turns_of(wanted, (*wanted.capabilities, *reserved.capabilities))
             with turns.scanning() as changes:
-                spans = turns.choose(limit - count, turns.now_ms)
+                spans = turns.choose(limit - count, turns.now_ms, width=width)
                 if not spans:
                     if count or not await self._catch_up.run(wanted.lanes, min_interval_seconds=0):
                         break
@@ -264,8 +268,11 @@ class LimitedClaims:
             self._waits.add(wanted.lanes, found.limiting_keys.items(), found.retry_after_ms, since=since)
             if found.taken:
                 count += len(found.taken)
-                rounds = 0
+                rounds = width = 0
                 await taken(found.taken)
+            else:
+                # Many queues without room may be before the first one that has some.
+                width = min(4 * len(spans), MAX_SPANS)
             passed += found.passed
             missed += [(turns, *each) for each in found.missed]
             if found.at_reclaim_limit:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from flowfabric.engine.core.wakeups import Wakeups
 
 MAX_KEYS = 100_000
-"""How many keys are remembered that have got room."""
+"""How many keys are remembered that have got room, and how many that claims wait for."""
 
 
 class RoomWaits:
@@ -41,11 +41,17 @@ class RoomWaits:
                     freed.add(key_no)
         if freed:
             self._resume(freed)
+        if len(self._lanes) > MAX_KEYS:
+            # The keys of rates get room without a hint. The claims that still wait for one add it again.
+            self._resume([*self._lanes])
         if retry_after_ms is not None:
-            if (timer := self._timers.pop(lanes, None)) is not None:
-                timer.cancel()
             loop = asyncio.get_running_loop()
-            self._timers[lanes] = loop.call_later(retry_after_ms / 1000, self._retry, lanes)
+            due = loop.time() + retry_after_ms / 1000
+            # The first one counts: the claims that it wakes look at all that they wait for, and add the next.
+            if (timer := self._timers.get(lanes)) is None or timer.when() > due:
+                if timer is not None:
+                    timer.cancel()
+                self._timers[lanes] = loop.call_at(due, self._retry, lanes)
 
     def close(self) -> None:
         """Wake nobody any more."""
@@ -55,8 +61,6 @@ class RoomWaits:
 
     def _retry(self, lanes: tuple[str, ...]) -> None:
         self._timers.pop(lanes, None)
-        for turns in self._wakeups.watermarks.all_turns():
-            turns.resume()
         self._wakeups.wake(lanes)
 
     def _wake(self, quota_key_nos: Iterable[int] | None) -> None:

@@ -12,7 +12,7 @@ from flowfabric.engine.core.turns import Changes, Span, Turns
 from flowfabric.model.ids import ExecutionId, format_execution_id
 
 PAUSE_SECONDS = 1.0
-"""How long a queue without room is passed over, unless a hint says that it has room."""
+"""How long a queue without room is passed over, if there are few, unless a hint says that it has room."""
 
 Chosen = tuple[Record, Sequence[int]]
 """A locked execution that was admitted, and the quota keys of which it then holds a slot."""
@@ -57,8 +57,8 @@ class Round:
     """Whether it has locked as many candidates as it may."""
     is_at_reach: bool = False
     """Whether it has read as many entries as it may."""
-    retry_after_ms: int | None = None
-    """When one of them may have room, unless another execution makes room before."""
+    retries_after_ms: dict[int, int] = field(default_factory=dict)
+    """When queues without room may have some, unless another execution makes room before."""
     scan_us: int | None = None
     cut_at: int | None = None
 
@@ -68,6 +68,11 @@ class Round:
         return bool(self.missed) or self.end is not None or (self.is_full and self.has_denied)
 
     @property
+    def retry_after_ms(self) -> int | None:
+        """When the first of them may have room."""
+        return min(self.retries_after_ms.values(), default=None)
+
+    @property
     def limiting_keys(self) -> Mapping[int, Sequence[int]]:
         """The queues of which entries had no room, and the quota keys that limit them."""
         return {**self.full_queues, **self.short_queues}
@@ -75,8 +80,8 @@ class Round:
     def fill(self, queue_no: int, quota_key_nos: Sequence[int], retry_after_ms: int | None) -> None:
         """Note a queue without room."""
         self.full_queues[queue_no] = quota_key_nos
-        if retry_after_ms is not None and (self.retry_after_ms is None or retry_after_ms < self.retry_after_ms):
-            self.retry_after_ms = retry_after_ms
+        if retry_after_ms is not None:
+            self.retries_after_ms[queue_no] = min(retry_after_ms, self.retries_after_ms.get(queue_no, retry_after_ms))
 
     def keep(self, route_no: int, place: int) -> None:
         """Note an entry that stays unclaimed."""
@@ -138,7 +143,9 @@ def record_round(turns: Turns, spans: Sequence[Span], found: Round, changes: Cha
             changes=changes,
         )
     for queue_no in found.full_queues:
-        turns.pause(queue_no, PAUSE_SECONDS, changes=changes)
+        retry_after_ms = found.retries_after_ms.get(queue_no)
+        most = None if retry_after_ms is None else retry_after_ms / 1000
+        turns.pause(queue_no, PAUSE_SECONDS, most=most, changes=changes)
 
 
 def candidate_of(row: Record, *, is_in_order: bool) -> Candidate:
