@@ -953,6 +953,8 @@ CREATE INDEX pending_cancel_group_age ON pending_cancel_group USING btree (enque
 
 CREATE INDEX queue_limited ON queue USING btree (queue_no) WHERE quota_key_nos <> '{}'::integer[] OR budget_ids <> '{}'::uuid[];
 
+CREATE INDEX queue_of_budget ON queue USING gin (budget_ids);
+
 CREATE INDEX queue_of_quota_key ON queue USING gin (quota_key_nos);
 
 CREATE INDEX quota_admission_due ON quota_admission USING btree (guard_until);

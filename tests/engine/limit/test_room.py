@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
+import asyncpg
 import pytest
 
 from engine.limit.limits import limited, quota
@@ -13,6 +14,7 @@ from flowfabric.engine.core.wakeups import Wakeups
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import room
 from flowfabric.engine.lease.room import RoomWaits
+from flowfabric.engine.limit import account, reserve
 from flowfabric.engine.parts import parts_of
 
 TENANT = "tests.tenant"
@@ -74,3 +76,23 @@ async def test_many_keys_that_get_room_at_once_wake_the_claims_of_other_processe
     parts_of(engine).store.wakeups.room(range(1, Wakeups.MAX_PLACES + 2))
     await asyncio.wait_for(has_heard.wait(), 10)
     assert heard == [None]
+
+
+async def test_the_queues_of_a_budget_are_found_by_an_index(
+    engine: Engine, given: Given, connection: asyncpg.Connection, altered_rows: None
+) -> None:
+    await given.created()
+    await connection.execute(
+        """
+        insert into queue (route_no, lane_no, kind_no, namespace_no, admission_key_no, budget_ids)
+        select route_no, lane_no, kind_no, namespace_no, n, array[gen_random_uuid()]
+          from queue, generate_series(1, 5000) n
+        """
+    )
+    await connection.execute("analyze queue")
+    for statement in (account.SQL.list_lanes_of_budgets, reserve.SQL.take_reservations):
+        nothing = ", ".join(["'{}'"] * len(statement.parameters))
+        await connection.execute(f"prepare found as {statement.sql}")
+        plan = await connection.fetch(f"explain execute found({nothing})")
+        assert any("queue_of_budget" in row[0] for row in plan)
+        await connection.execute("deallocate found")

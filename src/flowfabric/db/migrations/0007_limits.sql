@@ -173,6 +173,7 @@ alter table queue
   add column budget_ids    uuid[]    not null default '{}',
   add column fair_key      text      not null default '';
 create index queue_of_quota_key on queue using gin (quota_key_nos);
+create index queue_of_budget on queue using gin (budget_ids);
 
 -- Null: the lane is not fair, or does not age.
 alter table lane
