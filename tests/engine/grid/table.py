@@ -269,7 +269,7 @@ BY_GRANT: dict[str, Row] = {
         NOT_FOUND,
         each((*LATER, *HELD, "past_expiry", *LOST, *ENDED), NOT_ELIGIBLE),
         each((*NEW, *AGAIN, "resumable", "grant_expired"), GRANTED),
-        # Limits do not refuse who names an execution.
+        # A limit refuses no call that names the execution.
         {"limited": GRANTED_DUE},
         each(("granted", "resume_granted"), GRANT_EXISTS),
     ),
@@ -282,8 +282,12 @@ BY_GRANT: dict[str, Row] = {
         },
     ),
     "claim_execution, another worker": whole(CLAIM_EXECUTION, each(("granted", "grant_expired"), NO_GRANT)),
-    "claim_resumed_execution": whole(CLAIM_RESUMED, {"resume_granted": replace(RESUMED, grants="none")}),
-    "claim_resumed_execution, another worker": whole(CLAIM_RESUMED, {"resume_granted": NO_GRANT}),
+    "claim_resumed_execution": whole(
+        CLAIM_RESUMED, {"limited": NOT_RESUMED, "resume_granted": replace(RESUMED, grants="none")}
+    ),
+    "claim_resumed_execution, another worker": whole(
+        CLAIM_RESUMED, {"limited": NOT_RESUMED, "resume_granted": NO_GRANT}
+    ),
     "claim_from_resume_grant": whole(
         each(EVERY, Same("nothing")),
         NOT_FOUND,
@@ -294,8 +298,8 @@ BY_GRANT: dict[str, Row] = {
         each((*HELD, "past_expiry", *LOST, *ENDED), NOT_ELIGIBLE),
         each((*BLOCKED, "delayed", "waiting_children", "due", "backing_off"), Refused("execution_not_in_eligible_set")),
         each(("parked", "parked_for_children", "parked_due"), NOT_ELIGIBLE),
-        each((*NEW, "limited", *AGAIN, "grant_expired"), FUSED),
-        {"resumable": FUSED_RESUMED},
+        each((*NEW, *AGAIN, "grant_expired"), FUSED),
+        {"limited": FUSED, "resumable": FUSED_RESUMED},
         each(("granted", "resume_granted"), GRANT_EXISTS),
     ),
     "issue_reclaim_grant": whole(

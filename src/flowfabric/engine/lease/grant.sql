@@ -21,7 +21,8 @@ with granted as (
          eligibility_state = case when o.was_blocked then :to_eligibility else e.eligibility_state end,
          blocking_reason = case when o.was_blocked then :to_blocking else e.blocking_reason end,
          blocking_detail = case when not o.was_blocked then e.blocking_detail end,
-         last_transition_at = case when o.was_blocked then :now else e.last_transition_at end, last_mutation_at = :now
+         last_transition_at = case when o.was_blocked then :now else e.last_transition_at end,
+         last_mutation_at = case when not o.was_blocked then :now end
     from (select x.partition_key, x.execution_id, x.eligibility_state in ('blocked_by_quota', 'blocked_by_budget') as was_blocked
             from execution x where x.partition_key = :partition_key and x.execution_id = :execution_id) o
    where e.partition_key = o.partition_key and e.execution_id = o.execution_id
