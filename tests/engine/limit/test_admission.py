@@ -150,3 +150,10 @@ async def test_room_that_appeared_while_a_claim_was_denied_wakes_it(engine: Engi
     assert wakeups.wakes(["default"]) == before
     waits.add(("default",), [(1, [7])], None, since=began)
     assert wakeups.wakes(["default"]) == before + 1
+
+
+async def test_the_first_work_with_limits_on_a_lane_is_found_at_once(engine: Engine, given: Given) -> None:
+    plain = await given.created()
+    assert [run.execution_id for run in await claim(engine)] == [plain]
+    first = await given.created(policy=limited(await quota(engine, running=1)))
+    assert [run.execution_id for run in await claim(engine)] == [first]

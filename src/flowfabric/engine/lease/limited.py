@@ -440,14 +440,21 @@ class LimitedClaims:
 
     async def _reserved_of(self, lanes: tuple[str, ...]) -> Reserved:
         known = self._reserved.get(lanes)
-        if known is None or known.valid_until <= time.monotonic():
+        routes = self._store.wakeups.routes
+        if (
+            known is None
+            or known.valid_until <= time.monotonic()
+            # Work has appeared on a new route.
+            or any(routes.get(lane, set()) - known.route_nos - known.other_route_nos for lane in lanes)
+        ):
             rows = await self._store.fetch(SQL.list_reserved, lanes=lanes, limited=LIMITED)
             if len(self._reserved) >= MAX_KINDS:
                 self._reserved.clear()
             known = self._reserved[lanes] = Reserved(
-                frozenset(row["route_no"] for row in rows),
+                frozenset(row["route_no"] for row in rows if row["is_reserved"]),
+                frozenset(row["route_no"] for row in rows if not row["is_reserved"]),
                 tuple(sorted({each for row in rows for each in row["required"] if is_reserved(each)})),
-                any(row["takes_turns"] for row in rows),
+                any(row["takes_turns"] and row["is_reserved"] for row in rows),
                 time.monotonic() + LIFE_SECONDS,
             )
         return known

@@ -22,6 +22,8 @@ class Reserved(NamedTuple):
     """The routes of some lanes that only claims with admission serve, and the capabilities that these add."""
 
     route_nos: frozenset[int]
+    other_route_nos: frozenset[int]
+    """The routes that every claim serves."""
     capabilities: tuple[str, ...]
     takes_turns: bool
     """Whether one of the lanes serves its queues in turns."""

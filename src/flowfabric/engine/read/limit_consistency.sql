@@ -10,7 +10,8 @@ with holder as materialized (
                   select g.partition_key, g.execution_id from claim_grant g) i
            cross join lateral (
                  select e.slot_keys from execution e
-                  where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.attached & 8 <> 0 limit 1) e
+                  where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.attached & 8 <> 0
+                    and (e.ownership_state = 'leased' or e.granted_until is not null) limit 1) e
            cross join lateral unnest(e.slot_keys) as s(quota_key_no)
           union all
           select a.quota_key_no from quota_admission a where a.has_slot) h
