@@ -54,7 +54,10 @@ async def pause(ctx: Context, seconds: float) -> RunInfo:
 async def collect(ctx: Context, infos: list[RunInfo], folder: str) -> list[str]:
     """Write what was passed into a file named after this run, and return it when a file named `gate` is there."""
     place, names = Path(folder), [one["worker"] for one in infos]
-    (place / f"{ctx.worker_instance_id} {ctx.execution_id[-36:]}").write_text(f"{names} {ctx.attempt}")
+    # Renamed once it is whole: the test may kill this process as soon as it sees the file.
+    draft = place / f"{ctx.worker_instance_id}.draft"
+    draft.write_text(f"{names} {ctx.attempt}")
+    draft.rename(place / f"{ctx.worker_instance_id} {ctx.execution_id[-36:]}")
     while not (place / "gate").exists():  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     return names
