@@ -415,12 +415,14 @@ class LimitedClaims:
 
     async def _reserved_of(self, lanes: tuple[str, ...]) -> Reserved:
         known = self._reserved.get(lanes)
-        if known is None or known.valid_until <= time.monotonic():
+        changes = self._store.wakeups.watermarks.changes
+        if known is None or known.valid_until <= time.monotonic() or known.changes != changes:
             rows = await self._store.fetch(SQL.list_reserved, lanes=lanes, limited=LIMITED)
             known = self._reserved[lanes] = Reserved(
                 frozenset(row["route_no"] for row in rows),
                 tuple(sorted({each for row in rows for each in row["required"] if is_reserved(each)})),
                 any(row["takes_turns"] for row in rows),
                 time.monotonic() + LIFE_SECONDS,
+                changes,
             )
         return known

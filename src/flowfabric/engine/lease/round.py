@@ -26,6 +26,8 @@ class Reserved(NamedTuple):
     takes_turns: bool
     """Whether one of the lanes serves its queues in turns."""
     valid_until: float
+    changes: int
+    """How often there may have been a new route or other limits when they were read."""
 
 
 @dataclass(kw_only=True, slots=True)
