@@ -135,6 +135,7 @@ def record_round(turns: Turns, spans: Sequence[Span], found: Round, changes: Cha
 
 def candidate_of(row: Record, *, is_in_order: bool) -> Candidate:
     """What admission needs of a row; only a claim in order leaves executions hidden behind others."""
+    hidden_nth: int | None = row["hidden_nth"]
     return Candidate(
         partition_key=row["partition_key"],
         execution_id=row["execution_id"],
@@ -145,6 +146,6 @@ def candidate_of(row: Record, *, is_in_order: bool) -> Candidate:
         slot_keys=row["slot_keys"] or (),
         is_markable=row["is_markable"],
         nth=row["nth"],
-        hidden_nth=row["hidden_nth"] if is_in_order else None,
+        hidden_nth=hidden_nth if is_in_order and hidden_nth is not None and hidden_nth > row["nth"] else None,
         has_guards=row["has_guards"],
     )
