@@ -174,7 +174,7 @@ class Parts:
         )
         flow_endings = services.add(FlowEndings(store))
         self.flow_retention = services.add(FlowRetention(store, Quarantine(settings.retention_trimmer_interval_s)))
-        self.attach = services.add(Attach(store, self.limit_rules))
+        self.attach = services.add(Attach(store, self.limit_rules, self.unblocking.limit_detached))
         services.add(Fairness(store, self.limit_rules))
         self.members = services.add(Members(store))
         self.upstreams = services.add(Upstreams(store))

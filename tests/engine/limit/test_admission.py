@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from engine.limit.limits import limited, quota
+from engine.limit.limits import limited, quota, used
 from engine.state import claim, items, made, new
 from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
@@ -64,6 +64,20 @@ async def test_a_retry_that_needs_no_token_leaves_it_to_the_next_in_order(
     await given.created()
     await engine.fail(run.handle, reason="x")
     assert [run.execution_id for run in await claim(engine, limit=2)] == [first, second]
+
+
+async def test_a_retry_behind_work_without_room_is_claimed(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
+    retries = {"retry_policy": {"max_retries": 9, "backoff": {"type": "fixed", "delay_ms": 0}}}
+    both = await quota(engine, running=5, rate=1)
+    first = await given.created(policy=limited(both, **retries))
+    (run,) = await claim(engine)
+    for _ in range(3):
+        await given.created(policy=limited(both), priority=9)
+    await engine.fail(run.handle, reason="x")
+    assert [run.execution_id for run in await claim(engine)] == [first]
+    assert await used(rows, both) == 1
 
 
 async def test_each_key_has_slots_of_its_own(engine: Engine, given: Given, clock: Clock) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from engine.limit.budgets import budget, report
 from engine.limit.limits import limited, quota
-from engine.state import claim
+from engine.state import claim, new
 from fixtures import Clock, Engines, Given
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.limited import LimitedClaims
@@ -149,3 +149,28 @@ async def test_a_slot_that_returns_while_a_claim_is_denied_wakes_it(
     calls, last = 0, calls
     async with asyncio.timeout(20):
         assert [each.execution_id for each in await claim(engine, max_wait_ms=WAIT_MS)] == [waiting]
+
+
+async def test_the_first_limited_execution_of_a_lane_wakes_a_claim(
+    engine: Engine, given: Given, clock: Clock, changing: Engine
+) -> None:
+    slots = await quota(engine, running=1)
+    await given.cancelled()
+    task = asyncio.create_task(claim(engine, max_wait_ms=WAIT_MS))
+    await asyncio.sleep(0.05)
+    made = await changing.create_execution(**new(policy=limited(slots)))
+    async with asyncio.timeout(20):
+        assert [each.execution_id for each in await task] == [made.execution_id]
+
+
+async def test_a_claim_knows_a_limit_that_was_attached_just_now(
+    engine: Engine, given: Given, clock: Clock, changing: Engine
+) -> None:
+    slots = await quota(engine, running=1)
+    waiting = [await given.created() for _ in range(2)]
+    (run,) = await claim(engine, limit=1)
+    await changing.attach_quota("lane", "default", slots)
+    task = asyncio.create_task(claim(engine, max_wait_ms=WAIT_MS))
+    async with asyncio.timeout(20):
+        assert [each.execution_id for each in await task] == waiting[1:]
+    assert run.execution_id == waiting[0]

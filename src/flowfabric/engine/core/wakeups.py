@@ -125,8 +125,6 @@ class Wakeups:
         self._first = first
         self._loop = asyncio.get_running_loop()
         self.watermarks = Watermarks()
-        self.routes: dict[str, set[int]] = {}
-        """The routes of each lane on which work has appeared."""
         self.ended_event = asyncio.Event()
         self.timer_event = asyncio.Event()
         self.next_timer = float("inf")
@@ -160,7 +158,6 @@ class Wakeups:
             places[band] = min(places.get(band, place), place)
         for lane_id, places in lowest.items():
             for (route_no, queue_no, _), place in places.items():
-                self.routes.setdefault(lane_id, set()).add(route_no)
                 self.watermarks.lower(route_no, queue_no, place)
             self._wake(lane_id)
             texts = [f"{route_no}.{queue_no}.{place}" for (route_no, queue_no, _), place in places.items()]
@@ -341,12 +338,9 @@ class Wakeups:
             lane, *places = word.split(",")
             if not places:
                 self.watermarks.resume()
-            lane_id = bytes.fromhex(lane).decode()
             for place in places:
-                route_no, queue_no, number = map(int, place.split("."))
-                self.routes.setdefault(lane_id, set()).add(route_no)
-                self.watermarks.lower(route_no, queue_no, number)
-            self._wake(lane_id)
+                self.watermarks.lower(*map(int, place.split(".")))
+            self._wake(bytes.fromhex(lane).decode())
 
 
 def _stream_word(execution_id: ExecutionId) -> str:

@@ -141,6 +141,8 @@ class Watermarks:
         self._by_queue: dict[Hashable, ScanWatermarks] = {}
         self._turns: dict[Hashable, Turns] = {}
         self._appearances: Counter[int] = Counter()
+        self.changes = 0
+        """How often there may have been a new route, or other limits."""
 
     def of_routes(self, claim: Hashable) -> ScanWatermarks:
         """The watermarks of one kind of claim that scans routes."""
@@ -160,6 +162,7 @@ class Watermarks:
 
     def resume(self) -> None:
         """Choose all queues again: limits may have changed."""
+        self.changes += 1
         for turns in self._turns.values():
             turns.resume()
 
@@ -169,6 +172,8 @@ class Watermarks:
 
     def lower(self, route_no: int, queue_no: int, place: int) -> None:
         """Record that an entry of a queue has appeared at this place, possibly below a watermark."""
+        if route_no not in self._appearances:
+            self.changes += 1
         self._appearances[route_no] += 1
         for watermarks in self._by_route.values():
             watermarks.lower(route_no, place)
@@ -185,6 +190,7 @@ class Watermarks:
     def clear(self) -> None:
         """Scan everything until something is claimed."""
         self._appearances[_ANY_ROUTE] += 1
+        self.changes += 1
         for watermarks in (*self._by_route.values(), *self._by_queue.values()):
             watermarks.clear()
         for turns in self._turns.values():

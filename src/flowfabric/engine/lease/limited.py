@@ -20,7 +20,7 @@ from flowfabric.engine.lease.room import RoomWaits
 from flowfabric.engine.lease.round import Chosen, Reserved, Round, candidate_of, read_round, record_round
 from flowfabric.engine.lease.scans import RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.store import Store
-from flowfabric.model.errors import EngineError
+from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import WorkerInstanceId, mint_uuid_texts
 from flowfabric.model.lease import ClaimedExecution
 
@@ -338,6 +338,9 @@ class LimitedClaims:
             taken = {row["execution_id"] for row in found.taken}
             for row, _ in chosen:
                 if row["execution_id"] not in taken:
+                    if row["quota_key_nos"] is not None:
+                        # Rolls back what it was admitted for.
+                        raise error("internal", "a locked execution was admitted but not leased")
                     found.keep(row["route_no"], row["place"])
 
     async def _round(
@@ -386,12 +389,10 @@ class LimitedClaims:
             verdict = verdicts.get(row["execution_id"])
             if isinstance(verdict, Admitted | Denied) and verdict.end is not None:
                 found.end = verdict.end if found.end is None else min(found.end, verdict.end)
-            if found.end is not None and row["nth"] > found.end:
-                found.keep(row["route_no"], row["place"])
-            elif row["quota_key_nos"] is None:
-                chosen.append((row, row["slot_keys"] or ()))
-            elif isinstance(verdict, Admitted):
+            if isinstance(verdict, Admitted):
                 chosen.append((row, verdict.slot_keys))
+            elif row["quota_key_nos"] is None and (found.end is None or row["nth"] <= found.end):
+                chosen.append((row, row["slot_keys"] or ()))
             else:
                 found.keep(row["route_no"], row["place"])
                 if isinstance(verdict, Denied):
@@ -440,21 +441,16 @@ class LimitedClaims:
 
     async def _reserved_of(self, lanes: tuple[str, ...]) -> Reserved:
         known = self._reserved.get(lanes)
-        routes = self._store.wakeups.routes
-        if (
-            known is None
-            or known.valid_until <= time.monotonic()
-            # Work has appeared on a new route.
-            or any(routes.get(lane, set()) - known.route_nos - known.other_route_nos for lane in lanes)
-        ):
+        changes = self._store.wakeups.watermarks.changes
+        if known is None or known.valid_until <= time.monotonic() or known.changes != changes:
             rows = await self._store.fetch(SQL.list_reserved, lanes=lanes, limited=LIMITED)
             if len(self._reserved) >= MAX_KINDS:
                 self._reserved.clear()
             known = self._reserved[lanes] = Reserved(
-                frozenset(row["route_no"] for row in rows if row["is_reserved"]),
-                frozenset(row["route_no"] for row in rows if not row["is_reserved"]),
+                frozenset(row["route_no"] for row in rows),
                 tuple(sorted({each for row in rows for each in row["required"] if is_reserved(each)})),
-                any(row["takes_turns"] and row["is_reserved"] for row in rows),
+                any(row["takes_turns"] for row in rows),
                 time.monotonic() + LIFE_SECONDS,
+                changes,
             )
         return known

@@ -1,10 +1,10 @@
 -- name: list_reserved
--- The routes of these lanes, whether only claims with admission serve them, the capabilities that they require for it, and whether
--- their queues are served in turns.
-select r.route_no, c.required, l.fair_by is not null or l.ageing_ms is not null as takes_turns,
-       exists (select from unnest(c.required) as x(capability) where starts_with(x.capability, :limited)) as is_reserved
+-- The routes of these lanes that only claims with admission serve, the capabilities that they require for it, and whether their queues
+-- are served in turns.
+select r.route_no, c.required, l.fair_by is not null or l.ageing_ms is not null as takes_turns
   from lane l join route r using (lane_no) join capability_set c using (capability_set_no)
- where l.lane_id = any(:lanes::text[]);
+ where l.lane_id = any(:lanes::text[])
+   and exists (select from unnest(c.required) as x(capability) where starts_with(x.capability, :limited));
 
 -- name: read_has_entries
 -- Whether one of these routes has an entry.

@@ -22,12 +22,12 @@ class Reserved(NamedTuple):
     """The routes of some lanes that only claims with admission serve, and the capabilities that these add."""
 
     route_nos: frozenset[int]
-    other_route_nos: frozenset[int]
-    """The routes that every claim serves."""
     capabilities: tuple[str, ...]
     takes_turns: bool
     """Whether one of the lanes serves its queues in turns."""
     valid_until: float
+    changes: int
+    """How often there may have been a new route or other limits when they were read."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -152,6 +152,7 @@ def record_round(turns: Turns, spans: Sequence[Span], found: Round, changes: Cha
 
 def candidate_of(row: Record, *, is_in_order: bool) -> Candidate:
     """What admission needs of a row; only a claim in order leaves executions hidden behind others."""
+    hidden_nth: int | None = row["hidden_nth"]
     return Candidate(
         partition_key=row["partition_key"],
         execution_id=row["execution_id"],
@@ -162,6 +163,6 @@ def candidate_of(row: Record, *, is_in_order: bool) -> Candidate:
         slot_keys=row["slot_keys"] or (),
         is_markable=row["is_markable"],
         nth=row["nth"],
-        hidden_nth=row["hidden_nth"] if is_in_order else None,
+        hidden_nth=hidden_nth if is_in_order and hidden_nth is not None and hidden_nth > row["nth"] else None,
         has_guards=row["has_guards"],
     )

@@ -1,6 +1,6 @@
 """Attach budgets and quotas to lanes, namespaces, execution kinds and flows."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 from uuid import UUID
 
@@ -43,9 +43,10 @@ class Scope(NamedTuple):
 class Attach:
     """The operations that attach limits."""
 
-    def __init__(self, store: Store, rules: LimitRules) -> None:
+    def __init__(self, store: Store, rules: LimitRules, detached: Callable[[], Awaitable[None]]) -> None:
         self._store = store
         self._rules = rules
+        self._detached = detached
 
     async def attach_budget(
         self, scope_type: ScopeType | str, scope_id: UUID | str, budget_id: UUID | str
@@ -134,6 +135,9 @@ class Attach:
 
         answer, lanes = await self._store.transact(detach)
         self._wake(lanes)
+        if lanes:
+            # Claims without admission pass over what is blocked.
+            await self._detached()
         return answer
 
     async def _lock(self, transaction: Transaction, scope: Scope) -> bool:

@@ -175,6 +175,15 @@ class Unblocking:
         self._pages = 0 if is_last or self._pages + 1 >= PAGES_IN_A_ROW else self._pages + 1
         return SweepResult(len(work), self._pages > 0, work)
 
+    async def limit_detached(self) -> None:
+        """Unblock executions that a limit has blocked which no longer limits them, the longest blocked first."""
+        try:
+            rows, _ = await self._page(SQL.list_limited, _Position())
+            await self._unblock(await self._with_room(rows), tuple(LIMITED_STATES))
+        except EngineError as fault:
+            # The limit is detached. The sweep unblocks what is left.
+            logger.warning("executions blocked by a detached limit are left to the sweep: %s", fault)
+
     async def worker_registered(self) -> None:
         """Unblock executions whose route the workers serve that are registered now, the longest blocked first."""
         try:
