@@ -125,7 +125,7 @@ async def test_frames_are_stored_once_and_in_order_although_connections_break_at
                     ended = await engine.wait_for_ending(run, timeout=60)
                     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"[1,2,3]"), faults[-1]
                     expected = [text for n in range(3) for text in (f"{n}a", f"{n}b", f'{{"done":{n}}}')]
-                    # A cut that takes effect late can lose the answer of a claim; then the next attempt runs the handler.
+                    # A cut that takes effect late can lose the answer of a claim: then the next attempt runs.
                     attempt_index = await engine.read_current_attempt_index(run)
                     assert await texts(engine, run, attempt_index) == expected, faults[-1]
                     assert proxy.triggered, faults[-1]

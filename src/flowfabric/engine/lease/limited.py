@@ -1,5 +1,6 @@
 """Claims on lanes with limits: pick candidates, admit those within their limits, lease them, in one transaction."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, cast
@@ -82,7 +83,7 @@ class LimitedClaims:
         self._heads = Heads(store)
         self._deep: dict[Wanted, float] = {}
         self._reaches: dict[Wanted, int] = {}
-        self._searching = 0
+        self._turn = asyncio.Lock()
         self._waits = RoomWaits(store.wakeups)
 
     async def close(self) -> None:
@@ -134,14 +135,12 @@ class LimitedClaims:
         appearances = self._store.wakeups.watermarks.appearances(reserved.route_nos)
         serving = wanted._replace(capabilities=(*wanted.capabilities, *reserved.capabilities))
         scan = await self._scans.of(serving, by_route=True)
-        self._searching += 1
-        try:
+        # One at a time: two at once would pass over what the other has locked, and wait for its quota keys.
+        async with self._turn:
             with scan.watermarks.scanning() as appeared:
                 has_limited = await self._search(
                     scan, appeared, reserved, wanted, take, taken, limit=limit, slots=slots
                 )
-        finally:
-            self._searching -= 1
         if has_limited:
             self._quiet.pop(wanted, None)
         else:
@@ -168,8 +167,7 @@ class LimitedClaims:
         closed_keys: set[int] = set()
         has_limited = False
         rounds = scanned_to = 0
-        # Claims that run beside this one have locked entries ahead.
-        reach = min(max(limit * self._searching + REACH, self._reaches.get(wanted, 0) // 2), MAX_REACH)
+        reach = min(max(limit + REACH, self._reaches.get(wanted, 0) // 2), MAX_REACH)
         where: Mapping[str, object] = {}
         while count < limit:
             # A scan that was cut short continues in the same spans: new ones would start a full scan again.
