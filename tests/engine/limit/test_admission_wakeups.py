@@ -14,6 +14,7 @@ from engine.state import claim, new
 from fixtures import Clock, Engines, Given
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.limited import LimitedClaims
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.lease import ClaimedExecution
 
 pytestmark = pytest.mark.usefixtures("hints_only")
@@ -21,12 +22,19 @@ pytestmark = pytest.mark.usefixtures("hints_only")
 WAIT_MS = 120_000
 
 
+async def until_waiting(engine: Engine) -> None:
+    """Return once a claim of this engine has found nothing and waits for a wake of its lane."""
+    async with asyncio.timeout(20):
+        while not parts_of(engine).wakeups._waiting.get("default"):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
 @asynccontextmanager
 async def denied(engine: Engine, waiting: str) -> AsyncIterator[None]:
     """A claim that was denied waits; the block makes room for it."""
     assert await claim(engine) == []
     task = asyncio.create_task(claim(engine, max_wait_ms=WAIT_MS))
-    await asyncio.sleep(0.05)
+    await until_waiting(engine)
     assert not task.done()
     yield
     async with asyncio.timeout(20):
@@ -157,7 +165,7 @@ async def test_the_first_limited_execution_of_a_lane_wakes_a_claim(
     slots = await quota(engine, running=1)
     await given.cancelled()
     task = asyncio.create_task(claim(engine, max_wait_ms=WAIT_MS))
-    await asyncio.sleep(0.05)
+    await until_waiting(engine)
     made = await changing.create_execution(**new(policy=limited(slots)))
     async with asyncio.timeout(20):
         assert [each.execution_id for each in await task] == [made.execution_id]
